@@ -1,0 +1,53 @@
+# Every target builds .venv when pyproject.toml or constraints.txt changed since it was last built, and only then.
+# PYTHON picks the interpreter that it is made with, JOBS the test processes, DEMO_ARGS what the demo is passed.
+
+PYTHON ?= python3
+JOBS ?= auto
+DEMO_ARGS ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --maxprocesses 8
+
+.PHONY: help demo test test-full lint bench
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo       decode held-out text with the tiny pair and compare the policies"
+	@echo "make test       the tests, without the slow ones"
+	@echo "make test-full  all tests"
+	@echo "make lint       ruff and mypy"
+	@echo "make bench      host overhead of the ops"
+
+demo: $(STAMP)
+	$(PY) -m dspark ablate $(DEMO_ARGS)
+
+test: $(STAMP)
+	$(PYTEST) -m "not slow"
+
+test-full: $(STAMP)
+	HYPOTHESIS_PROFILE=full $(PYTEST)
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+bench: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m pytest benchmarks -q --benchmark-columns=min,median,iqr,rounds
+
+# A Python without ensurepip (Debian without python3-venv) gets a venv that its own pip fills.
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "dspark needs Python 3.10 or newer; '$(PYTHON)' says: $$($(PYTHON) --version 2>&1)." \
+	    "Name another one, as in: make PYTHON=python3.12" >&2; exit 1; }
+	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv $(VENV); \
+	else $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(PY) install -q pip; \
+	fi || { rm -rf $(VENV); echo "Could not make $(VENV): '$(PYTHON)' has neither ensurepip nor pip" \
+	    "(on Debian: apt install python3-venv)." >&2; exit 1; }
+
+$(STAMP): pyproject.toml constraints.txt | $(PY)
+	$(PY) -m pip install -q -c constraints.txt hatchling
+	$(PY) -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
