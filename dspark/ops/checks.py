@@ -1,0 +1,78 @@
+"""Argument checks whose errors restate the call: the argument, the symbolic shape it should have, and what came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dspark.ops.types import Sampling
+
+INT_DTYPES = (torch.int64, torch.int32)
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_SAMPLING_DTYPES = {
+    "temperature": torch.float32,
+    "top_k": torch.int64,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+    "seed": torch.int64,
+}
+
+
+def check_shape(name: str, tensor: Tensor, pattern: str, sizes: dict[str, int]) -> None:
+    """Check ``tensor`` against a symbolic shape and bind the letters that are new.
+
+    Args:
+        name: the argument's name, for the message.
+        tensor: the argument.
+        pattern: space-separated dimensions, each a name (``"R"``), a number (``"3"``), or either plus a number
+            (``"R+1"``); the empty string is a scalar tensor.
+        sizes: what the names stand for so far. A bare name that is not in it is bound to the size found; share one
+            dictionary between the checks of a call so that the arguments are checked against each other.
+
+    Raises:
+        TypeError: ``tensor`` is not a tensor.
+        ValueError: the number of dimensions or a size differs.
+
+    Reads shapes only, never the device.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f'{name}: expected a tensor "{pattern}", got {type(tensor).__name__}')
+    dims = pattern.split()
+    if tensor.ndim != len(dims):
+        raise ValueError(f'{name}: expected shape "{pattern}" ({len(dims)} dimensions), got {list(tensor.shape)}')
+    for dim, size in zip(dims, tensor.shape, strict=True):
+        letter, _, extra = dim.partition("+")
+        if not letter.isdecimal() and letter not in sizes:
+            if extra:
+                raise ValueError(f'{name}: "{letter}" in shape "{pattern}" is not known yet')
+            sizes[letter] = size
+        expected = (int(letter) if letter.isdecimal() else sizes[letter]) + int(extra or 0)
+        if size != expected:
+            known = "" if dim.isdecimal() else f" with {dim} = {expected}"
+            raise ValueError(f'{name}: expected shape "{pattern}"{known}, got {list(tensor.shape)}')
+
+
+def check_dtype(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    """Check that ``tensor.dtype`` is one of ``dtypes``.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if tensor.dtype not in dtypes:
+        allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name}: expected dtype {allowed}, got {str(tensor.dtype).removeprefix('torch.')}")
+
+
+def check_sampling(sampling: Sampling, sizes: dict[str, int]) -> None:
+    """Check the tensors of ``sampling`` against ``"R"`` (bound here when it is new) and their dtypes.
+
+    Raises:
+        TypeError: a field has another dtype, or is not a tensor.
+        ValueError: a field has another shape.
+    """
+    for field, dtype in _SAMPLING_DTYPES.items():
+        tensor = getattr(sampling, field)
+        check_shape(f"sampling.{field}", tensor, "R", sizes)
+        check_dtype(f"sampling.{field}", tensor, (dtype,))

@@ -1,0 +1,177 @@
+"""Data that travels between ops: what a batch, a draft and a verdict are.
+
+Shape letters are the same everywhere: ``R`` requests, ``T`` ragged verify rows, ``G`` draft length (γ), ``N`` nodes per
+request (``G + 1`` for a chain), ``V`` vocabulary, ``Hq``/``Hkv`` heads, ``D`` head dim, ``P`` pages, ``S`` page size,
+``B`` block-table columns, ``r`` Markov rank, ``h`` hidden size. Token id -1 and slot -1 are padding and are never used
+as an index.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+from torch import Tensor
+
+Backend = Literal["auto", "triton", "reference"]
+Rule = Literal["coupled", "ratio"]
+
+
+class Stream(IntEnum):
+    """What a random number is for; part of its counter, so two uses never share a word (contract C3)."""
+
+    TARGET = 0
+    DRAFT = 1
+    ACCEPT = 2
+    RESIDUAL = 3
+
+
+class Status(IntEnum):
+    """Why a request's verdict ended as it did."""
+
+    OK = 0
+    BAD_LOGITS = 1
+    """A target row that the request reached held NaN, +inf or nothing but -inf; nothing was drawn from it."""
+
+
+@dataclass(frozen=True)
+class PagedKV:
+    """One layer's paged keys and values: ``k`` and ``v`` are ``[P, S, Hkv, D]``; slot ``s`` is page ``s // S``."""
+
+    k: Tensor
+    v: Tensor
+
+    @property
+    def page_size(self) -> int:
+        return self.k.shape[1]
+
+
+@dataclass(frozen=True)
+class QueryBatch:
+    """``T`` ragged query rows of ``R`` requests over a paged cache.
+
+    Row ``i`` of request ``r`` (global row ``query_start[r] + i``) follows ``context_len[r]`` committed tokens. Rows
+    past ``query_start[R]`` are padding.
+
+    Attributes:
+        query_start: ``[R + 1]`` int64, first row of each request; equal neighbours mean no rows.
+        context_len: ``[R]`` int64, committed tokens whose keys and values are in the cache.
+        block_table: ``[R, B]`` int64, page of each ``S`` tokens; -1 where there is none.
+        positions: ``[T]`` int64, absolute position of each row (for a chain: ``context_len + i``).
+        slots: ``[T]`` int64, where each row's keys and values go; -1 writes nothing.
+        ancestors: ``[T]`` int64, bit ``j`` set when row sees row ``j`` of its own request (itself included); None for
+            a causal chain of any length.
+        max_query_len: the most rows that any request has (known on the host).
+    """
+
+    query_start: Tensor
+    context_len: Tensor
+    block_table: Tensor
+    positions: Tensor
+    slots: Tensor
+    ancestors: Tensor | None
+    max_query_len: int
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling parameters of ``R`` requests as tensors, applied in the order of transformers' warpers.
+
+    Attributes:
+        temperature: ``[R]`` float32; 0 is greedy.
+        top_k: ``[R]`` int64; 0 is off.
+        top_p: ``[R]`` float32; 1 is off.
+        min_p: ``[R]`` float32; 0 is off.
+        seed: ``[R]`` int64, key of the request's random numbers.
+        all_greedy: promise that every temperature is 0, so that no noise need be computed.
+        any_truncation: False promises that top_k, top_p and min_p are off everywhere.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    all_greedy: bool = False
+    any_truncation: bool = True
+
+
+@dataclass(frozen=True)
+class MarkovHead:
+    """``B(x) = W2 · W1[x]`` (eq. 5): ``w1 [V, r]``, ``w2 [V, r]``."""
+
+    w1: Tensor
+    w2: Tensor
+
+
+@dataclass(frozen=True)
+class GatedHead:
+    """``B(x) = W2 · (σ(gate([h; W1[x]])) ⊙ W1[x])``: ``gate_weight [r, h + r]``, ``gate_bias [r]``."""
+
+    w1: Tensor
+    w2: Tensor
+    gate_weight: Tensor
+    gate_bias: Tensor
+
+
+@dataclass(frozen=True)
+class RNNHead:
+    """Recurrent head (eq. 6): ``joint_weight [3r, 2r + h]`` over ``[state; W1[x]; h]``, rows gate, candidate,
+    output; ``joint_bias [3r]``."""
+
+    w1: Tensor
+    w2: Tensor
+    joint_weight: Tensor
+    joint_bias: Tensor
+
+
+SequentialHead = MarkovHead | GatedHead | RNNHead
+
+
+@dataclass(frozen=True)
+class ConfidenceHead:
+    """``c_k = σ(w · [h_k ; W1[x_{k-1}]] + b)`` (eq. 7): ``weight [h (+ r)]``, ``bias []``; ``w1 [V, r]`` or None."""
+
+    weight: Tensor
+    bias: Tensor
+    w1: Tensor | None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A drafted block.
+
+    Attributes:
+        tokens: ``[R, G]`` int64; -1 where nothing was drafted.
+        logits: ``[R, G, V]`` float32 or None: the scores that the tokens were sampled from, after temperature and
+            truncation (cut tokens -inf, a greedy row -inf but for its token). ``softmax(logits)`` is q (contract C2).
+        confidence: ``[R, G]`` float32 in [0, 1] or None: chance that draft k survives given that 1..k-1 did.
+        confidence_logits: ``[R, G]`` float32 or None: the same before the sigmoid.
+    """
+
+    tokens: Tensor
+    logits: Tensor | None
+    confidence: Tensor | None
+    confidence_logits: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a verification round emits.
+
+    Attributes:
+        tokens: ``[R, N]`` int64, emitted ids (accepted drafts, then the bonus or residual token); -1 beyond.
+        num_emitted: ``[R]`` int64; 0 for padded requests.
+        path: ``[R, N]`` int64, ``path[r, i]`` is the node (row of the request) whose logits gave ``tokens[r, i]``, so
+            the nodes whose keys and values are now committed are ``path[r, :num_emitted[r]]``; -1 beyond.
+        logprobs: ``[R, N]`` float32, log-probability of each emitted token under the untransformed target
+            distribution; 0 beyond.
+        status: ``[R]`` int64 of :class:`Status`.
+    """
+
+    tokens: Tensor
+    num_emitted: Tensor
+    path: Tensor
+    logprobs: Tensor
+    status: Tensor
