@@ -1,0 +1,171 @@
+"""Training of a DSpark drafter for a frozen target, with the paper's three losses (section 3.3).
+
+Random anchors cut blocks out of real text. The block sees the target's features of everything before its anchor; the
+sequential head is teacher-forced. Targets are the frozen model's own distributions at the same places.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dspark.models.drafter import DrafterConfig, DSparkNetwork
+from dspark.models.training.corpus import crops
+from dspark.models.training.loop import Losses, StepLog, Training, initialise, run_training
+from dspark.models.training.target import TINY_TARGET_SHAPE, causal_attend
+from dspark.models.transformer import CausalLM
+from dspark.ops.types import ConfidenceHead
+from dspark.ops.walk import sequential_step
+
+TINY_DRAFTER_SHAPE = DrafterConfig(
+    model=dataclasses.replace(TINY_TARGET_SHAPE, num_hidden_layers=2, layer_windows=(), tie_word_embeddings=False),
+    block_size=7,
+    mask_token_id=1,
+    target_layer_ids=(1, 4, 6),
+    num_target_layers=TINY_TARGET_SHAPE.num_hidden_layers,
+    markov_rank=128,
+    markov_head_type="vanilla",
+    enable_confidence_head=True,
+    confidence_head_with_markov=True,
+)
+
+
+@dataclass(frozen=True)
+class DrafterTraining(Training):
+    """Hyper-parameters of the drafter's training.
+
+    Attributes:
+        anchors: blocks cut out of each sequence.
+        ce_weight, tv_weight, confidence_weight: weights of the cross-entropy, the total variation (L1) and the
+            confidence loss.
+    """
+
+    steps: int = 2400
+    peak_rate: float = 1.5e-3
+    weight_decay: float = 0.05
+    seed: int = 1
+    anchors: int = 48
+    ce_weight: float = 0.1
+    tv_weight: float = 0.9
+    confidence_weight: float = 1.0
+
+
+def new_drafter(config: DrafterConfig, target: CausalLM, seed: int) -> DSparkNetwork:
+    """A drafter to train: the target's embedding and head (frozen), final norm and last layers; the rest is random."""
+    net = DSparkNetwork(config)
+    initialise(net, seed)
+    last = list(target.model.layers)[-config.model.num_hidden_layers :]
+    copies = [
+        (net.embed_tokens, target.model.embed_tokens),
+        (net.lm_head, target.lm_head),
+        (net.norm, target.model.norm),
+    ]
+    for own, given in [*copies, *zip(net.layers, last, strict=True)]:
+        own.load_state_dict(given.state_dict())
+    net.embed_tokens.requires_grad_(False)
+    net.lm_head.requires_grad_(False)
+    return net
+
+
+def block_losses(net: DSparkNetwork, target: CausalLM, tokens: Tensor, anchors: Tensor, t: DrafterTraining) -> Losses:
+    """The paper's loss on blocks that start at ``anchors``.
+
+    Args:
+        net: the drafter.
+        target: the frozen target.
+        tokens: ``[B, L]`` text.
+        anchors: ``[B, A]`` positions in ``0 .. L - G - 1``.
+        t: the loss weights.
+    """
+    config = net.config
+    batch, length = tokens.shape
+    count, block = anchors.shape[1], config.block_size
+    with torch.no_grad():
+        positions = torch.arange(length).expand(batch, -1)
+        hidden, features = target(tokens, positions, causal_attend, config.target_layer_ids)
+        target_logits = target.logits(hidden)  # [B, L, V]
+
+    row = torch.arange(batch)[:, None, None]
+    at = anchors[:, :, None] + torch.arange(block)  # [B, A, G], position of the token that precedes each draft
+    context_kv = net.context_kv(net.context(features), positions)
+    mask = _block_mask(anchors, length, block)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        context_k, context_v = context_kv[layer]  # [B, L, Hkv, D]
+        keys, values = torch.cat([context_k, k], dim=1), torch.cat([context_v, v], dim=1)
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask, enable_gqa=True
+        )
+        return out.transpose(1, 2)
+
+    inputs = torch.full((batch, count, block), config.mask_token_id)
+    inputs[:, :, 0] = tokens[row[..., 0], anchors]
+    hidden = net.block(inputs.flatten(1), at.flatten(1), attend).view(batch, count, block, -1)  # [B, A, G, h]
+    previous = tokens[row, at]  # [B, A, G]
+    logits = net.lm_head(hidden) + _teacher_forced_bias(net, previous, hidden)
+
+    log_q = logits.log_softmax(-1)
+    p = target_logits[row, at].softmax(-1)
+    distance = (log_q.exp() - p).abs().sum(-1)  # [B, A, G], L1
+    cross_entropy = F.nll_loss(log_q.flatten(0, 2), tokens[row, at + 1].flatten(), reduction="none").view_as(distance)
+    weight = torch.exp(-torch.arange(block) / block)
+    weight = weight / weight.sum()
+    total = ((t.ce_weight * cross_entropy + t.tv_weight * distance) * weight).sum(-1).mean()
+    acceptance = 1 - 0.5 * distance.detach()
+    confidence = net.confidence()
+    if confidence is not None:
+        total = total + t.confidence_weight * _confidence_loss(confidence, hidden, previous, acceptance, weight)
+    return Losses(total, acceptance.mean((0, 1)))
+
+
+def _block_mask(anchors: Tensor, length: int, block: int) -> Tensor:
+    """``[B, 1, A*G, L + A*G]``: a block sees the context before its anchor, and all of itself."""
+    batch, count = anchors.shape
+    before = torch.arange(length) < anchors[:, :, None]  # [B, A, L]
+    own = torch.eye(count, dtype=torch.bool).repeat_interleave(block, 0).repeat_interleave(block, 1)  # [A*G, A*G]
+    seen = torch.cat([before.repeat_interleave(block, 1), own.expand(batch, -1, -1)], dim=-1)
+    return seen[:, None]
+
+
+def _teacher_forced_bias(net: DSparkNetwork, previous: Tensor, hidden: Tensor) -> Tensor | float:
+    """The head's bias ``[B, A, G, V]`` when every previous token is the text's own."""
+    head = net.sequential_head()
+    if head is None:
+        return 0.0
+    biases, state = [], None
+    for k in range(previous.shape[-1]):
+        bias, state = sequential_step(head, previous[..., k].flatten(), hidden[..., k, :].flatten(0, 1), state)
+        biases.append(bias.view(*previous.shape[:2], -1))
+    return torch.stack(biases, dim=-2)
+
+
+def _confidence_loss(
+    head: ConfidenceHead, hidden: Tensor, previous: Tensor, acceptance: Tensor, weight: Tensor
+) -> Tensor:
+    """Binary cross-entropy against the expected acceptance (eq. 8)."""
+    features = hidden if head.w1 is None else torch.cat([hidden, F.embedding(previous, head.w1)], dim=-1)
+    logit = features @ head.weight + head.bias
+    loss = F.binary_cross_entropy_with_logits(logit, acceptance, reduction="none")
+    return (loss * weight).sum(-1).mean()
+
+
+def train_drafter(
+    network: DSparkNetwork, target: CausalLM, stream: np.ndarray, checkpoint: Path, t: DrafterTraining
+) -> Iterator[StepLog]:
+    """Train a drafter for a frozen target on ``stream [n]`` (uint16 token ids), yielding after every step; see
+    :func:`run_training`."""
+    last_anchor = t.length - network.config.block_size - 1
+
+    def losses(step: int) -> Losses:
+        tokens = torch.from_numpy(crops(stream, t.batch, t.length, (t.seed, step)))
+        order = np.random.default_rng((t.seed, step, 1)).random((t.batch, last_anchor)).argsort(-1)
+        return block_losses(network, target, tokens, torch.from_numpy(order[:, : t.anchors]), t)
+
+    return run_training(network, losses, t, checkpoint)

@@ -1,0 +1,244 @@
+"""Training of the tiny pair, at a size that takes seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dspark.models import DrafterConfig, DSparkDrafter, ModelConfig, Target, load_drafter, load_target, query_batch
+from dspark.models.drafter import DSparkNetwork
+from dspark.models.training.corpus import (
+    END_OF_TEXT,
+    Document,
+    crops,
+    documents,
+    special_id,
+    token_stream,
+    train_tokenizer,
+)
+from dspark.models.training.drafter import DrafterTraining, block_losses, new_drafter, train_drafter
+from dspark.models.training.export import save_drafter, save_target
+from dspark.models.training.loop import Training, initialise, learning_rate
+from dspark.models.training.prompts import openings, write_prompts
+from dspark.models.training.target import language_model_loss, train_target
+from dspark.models.transformer import CausalLM
+
+VOCAB = 40
+MODEL = ModelConfig(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+)
+TARGET_RUN = Training(steps=40, batch=4, length=32, peak_rate=1e-2, warmup=5, save_every=10)
+DRAFTER_RUN = DrafterTraining(steps=40, batch=2, length=32, peak_rate=1e-2, warmup=5, save_every=10, anchors=6)
+
+
+def drafter_config(head: str) -> DrafterConfig:
+    return DrafterConfig(
+        model=dataclasses.replace(MODEL, num_hidden_layers=1, layer_windows=(), tie_word_embeddings=False),
+        block_size=3,
+        mask_token_id=VOCAB - 1,
+        target_layer_ids=(0, 1),
+        num_target_layers=3,
+        markov_rank=0 if head == "none" else 8,
+        markov_head_type="vanilla" if head == "none" else head,  # type: ignore[arg-type]
+        enable_confidence_head=head != "none",
+        confidence_head_with_markov=head != "none",
+    )
+
+
+@pytest.fixture(scope="module")
+def stream() -> np.ndarray:
+    """A language with structure: each token names the next two."""
+    start = np.random.default_rng(0).integers(0, VOCAB - 1, size=600)
+    return np.stack([start, (start * 7 + 1) % 39, (start * 5 + 2) % 39], axis=1).flatten().astype(np.uint16)
+
+
+def new_target() -> CausalLM:
+    network = CausalLM(MODEL)
+    initialise(network, seed=0)
+    return network
+
+
+@pytest.fixture(scope="module")
+def trained(stream: np.ndarray, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    network = new_target()
+    for _ in train_target(network, stream, tmp_path_factory.mktemp("run") / "target.pt", TARGET_RUN):
+        pass
+    return network.requires_grad_(False)
+
+
+def test_target_learns(stream: np.ndarray, trained: CausalLM) -> None:
+    tokens = torch.from_numpy(crops(stream, 8, 32, (9, 9)))
+    assert language_model_loss(trained, tokens) < 0.75 * language_model_loss(new_target(), tokens)
+
+
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn", "none"])
+def test_drafter_learns_what_its_target_says(head: str, stream: np.ndarray, trained: CausalLM, tmp_path: Path) -> None:
+    network = new_drafter(drafter_config(head), trained, seed=1)
+    logs = list(train_drafter(network, trained, stream, tmp_path / "drafter.pt", DRAFTER_RUN))
+    first, last = (np.mean([log.loss for log in part]) for part in (logs[:5], logs[-5:]))
+    assert last < 0.9 * first
+    assert np.mean(logs[-1].acceptance) > np.mean(logs[0].acceptance)
+    torch.testing.assert_close(network.lm_head.weight, trained.lm_head.weight, rtol=0, atol=0)
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not(stream: np.ndarray, tmp_path: Path) -> None:
+    whole, resumed = new_target(), new_target()
+    logs = list(train_target(whole, stream, tmp_path / "whole.pt", TARGET_RUN))
+    run = train_target(resumed, stream, tmp_path / "part.pt", TARGET_RUN)
+    for log in run:
+        if log.step == 13:
+            break
+    run.close()  # type: ignore[attr-defined]
+    resumed = new_target()
+    rest = list(train_target(resumed, stream, tmp_path / "part.pt", TARGET_RUN))
+    assert [log.step for log in rest] == list(range(10, 40))
+    assert [log.loss for log in rest] == [log.loss for log in logs[10:]]
+    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_divergence_is_an_error(stream: np.ndarray, tmp_path: Path) -> None:
+    network = new_target()
+    network.model.norm.weight.data.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="diverged at step 0"):
+        next(train_target(network, stream, tmp_path / "target.pt", TARGET_RUN))
+
+
+def test_learning_rate_rises_then_falls() -> None:
+    rates = [learning_rate(step, TARGET_RUN) for step in range(40)]
+    assert rates.index(max(rates)) in (4, 5)
+    assert rates[4] == TARGET_RUN.peak_rate
+    assert rates[-1] == pytest.approx(0.05 * TARGET_RUN.peak_rate, rel=0.1)
+
+
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+def test_training_sees_what_decoding_sees(head: str, trained: CausalLM) -> None:
+    """The acceptance that training reports is that of the paged drafter at the same anchors, position by position."""
+    config = drafter_config(head)
+    network = new_drafter(config, trained, seed=1).requires_grad_(False)
+    target, drafter = Target(trained), DSparkDrafter(network, slots="anchor-first")
+    tokens = torch.randint(0, VOCAB - 1, (1, 24), generator=torch.Generator().manual_seed(3))
+    anchors = torch.tensor([[0, 5, 20]])
+    block = config.block_size
+    reported = block_losses(network, trained, tokens, anchors, DRAFTER_RUN).acceptance
+
+    table, zero = torch.arange(2)[None], torch.zeros(1, dtype=torch.int64)
+    rows = query_batch(table, zero, [24], 16)
+    hidden, features = target.forward(tokens[0], rows, target.new_cache(2, 16), drafter.feature_layers)
+    p = target.logits(hidden).softmax(-1)  # [24, V]
+    acceptance = []
+    for anchor in anchors[0].tolist():
+        cache = drafter.new_cache(2, 16)
+        for layer in cache.layers:
+            layer.k.fill_(float("nan"))
+            layer.v.fill_(float("nan"))
+        drafter.extend(features[:anchor], query_batch(table, zero, [anchor], 16), cache)
+        context = torch.tensor([anchor])
+        block_rows = query_batch(table, context, [block], 16, bidirectional=True)
+        drafted, base = drafter.block_logits(tokens[0, anchor : anchor + 1], block_rows, cache)
+        forced = teacher_forced(network, tokens[0, anchor : anchor + block], drafted[0], base[0])
+        own = p[anchor : anchor + block]
+        acceptance.append(1 - 0.5 * (forced.softmax(-1) - own).abs().sum(-1))
+    torch.testing.assert_close(reported, torch.stack(acceptance).mean(0), atol=1e-5, rtol=1e-5)
+
+
+def teacher_forced(
+    network: DSparkNetwork, previous: torch.Tensor, hidden: torch.Tensor, base: torch.Tensor
+) -> torch.Tensor:
+    """Logits ``[G, V]`` of a block whose previous tokens are given, written out head by head."""
+    markov = network.markov_head
+    assert markov is not None
+    rows, state = [], torch.zeros(network.config.markov_rank)
+    for k in range(len(previous)):
+        w = markov.markov_w1.weight[previous[k]]
+        if markov.gate_proj is not None:
+            w = torch.sigmoid(markov.gate_proj(torch.cat([hidden[k], w]))) * w
+        elif markov.joint_proj is not None:
+            gate, candidate, output = markov.joint_proj(torch.cat([state, w, hidden[k]])).chunk(3)
+            state = torch.sigmoid(gate) * state + (1 - torch.sigmoid(gate)) * torch.tanh(candidate)
+            w = torch.tanh(output)
+        rows.append(base[k] + markov.markov_w2.weight @ w)
+    return torch.stack(rows)
+
+
+def test_exported_models_load(trained: CausalLM, tmp_path: Path) -> None:
+    network = new_drafter(drafter_config("gated"), trained, seed=1)
+    save_target(trained, tmp_path / "target")
+    save_drafter(network, tmp_path / "drafter")
+    target = load_target(tmp_path / "target")
+    drafter = load_drafter(tmp_path / "drafter", target)
+    assert target.config == MODEL
+    assert drafter.config == network.config
+    for loaded, saved in ((target.network, trained), (drafter.network, network)):
+        for name, weight in saved.state_dict().items():
+            torch.testing.assert_close(loaded.state_dict()[name], weight.bfloat16().float(), rtol=0, atol=0)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Document]:
+    """Eighty modules with docstrings, and the language reference that comes with Python."""
+    root = tmp_path_factory.mktemp("library")
+    for i in range(80):
+        docstring = f"Module {i}. " + "It does what its name says, and little else. " * 40
+        (root / f"module{i}.py").write_text(f'"""{docstring}"""\n' + f"x{i} = [{i}, {i} + 1]\n" * 60)
+    (root / "broken.py").write_text("def f(:\n")
+    (root / "test").mkdir()
+    (root / "test" / "module.py").write_text("x = 1\n")
+    return list(documents(root))
+
+
+def test_corpus_splits_by_file(corpus: list[Document]) -> None:
+    held_out: dict[str, set[bool]] = {}
+    domains: dict[str, set[bool]] = {"code": set(), "prose": set()}
+    for doc in corpus:
+        held_out.setdefault(doc.source, set()).add(doc.held_out)
+        domains[doc.domain].add(doc.held_out)
+    assert all(len(parts) == 1 for parts in held_out.values())
+    assert domains == {"code": {False, True}, "prose": {False, True}}
+    fraction = sum(True in parts for parts in held_out.values()) / len(held_out)
+    assert 0.01 < fraction < 0.1
+    assert not {"broken.py", "test/module.py"} & held_out.keys()
+
+
+def test_tokenizer_and_stream_round_trip() -> None:
+    docs = [
+        Document("a.py", "code", "def f(x):\n    return x\n" * 20),
+        Document("b.py", "prose", "naïve façade ☃ " * 20),
+    ]
+    tokenizer = train_tokenizer((d.text for d in docs), vocab_size=300)
+    end = special_id(tokenizer, END_OF_TEXT)
+    stream = token_stream(tokenizer, docs, seed=0)
+    assert (stream == end).sum() == 2
+    assert stream[-1] == end
+    first, second = np.split(stream, [int((stream == end).argmax()) + 1])
+    texts = {tokenizer.decode(part[:-1].tolist()) for part in (first, second)}
+    assert texts == {d.text for d in docs}
+
+
+def test_crops_depend_on_their_seed_alone(stream: np.ndarray) -> None:
+    first, again, other = (crops(stream, 3, 16, seed) for seed in ((0, 4), (0, 4), (0, 5)))
+    assert first.shape == (3, 16)
+    assert (first == again).all()
+    assert (first != other).any()
+
+
+def test_prompts_come_from_held_out_texts(corpus: list[Document], tmp_path: Path) -> None:
+    tokenizer = train_tokenizer((d.text for d in corpus if not d.held_out), vocab_size=400)
+    prompts = openings(corpus, tokenizer, per_domain=2)
+    assert [p.domain for p in prompts] == ["code"] * 2 + ["prose"] * 2
+    held_out = [d for d in corpus if d.held_out]
+    assert all(any(d.source == p.source and d.text.startswith(p.text) for d in held_out) for p in prompts)
+    write_prompts(tmp_path / "prompts.jsonl", prompts)
+    assert len((tmp_path / "prompts.jsonl").read_text(encoding="utf-8").splitlines()) == 4
