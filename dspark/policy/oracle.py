@@ -1,0 +1,47 @@
+"""The upper bound: a policy that knows how many drafts will be accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dspark.policy.protocol import Outcome, Signals
+
+
+class Oracle:
+    """Verify through the first rejected draft, known from an earlier pass with the same seeds.
+
+    Verifying ``accepted + 1`` drafts shows the same rejection to the same random numbers, so the output is the earlier
+    pass's, token for token, and the time it takes is a real measurement. (Verifying ``accepted`` drafts only would draw
+    a bonus where a rejection belongs, which is biased; contract C9.)
+
+    Args:
+        accepted: for each request id, the accepted drafts of each of its rounds in a pass that verified everything.
+
+    Raises:
+        ValueError: (when planning) a request has no recorded round left, so this is not the recorded run.
+    """
+
+    def __init__(self, accepted: Mapping[int, Sequence[int]]) -> None:
+        self._accepted = {request: list(counts) for request, counts in accepted.items()}
+        self._round: dict[int, int] = {}
+
+    def __repr__(self) -> str:
+        return "Oracle()"
+
+    def plan(self, signals: Signals) -> Tensor:
+        counts = []
+        for request in signals.request_ids:
+            recorded, index = self._accepted.get(request, []), self._round.get(request, 0)
+            if index >= len(recorded):
+                raise ValueError(
+                    f"request {request}: no accepted length recorded for round {index}; record a pass first"
+                )
+            counts.append(recorded[index] + 1)
+        return torch.minimum(torch.tensor(counts, device=signals.max_lengths.device), signals.max_lengths)
+
+    def observe(self, outcome: Outcome) -> None:
+        for request in outcome.request_ids:
+            self._round[request] = self._round.get(request, 0) + 1

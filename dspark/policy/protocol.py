@@ -1,0 +1,60 @@
+"""What a verification policy sees, decides and learns from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Signals:
+    """What is known before a round's verify lengths are decided.
+
+    It carries no draft token and no draft probability, so that a decision about slot k cannot depend on the token in
+    it (contract C9): ``confidence[r, k]`` is a function of the tokens *before* slot k.
+
+    Attributes:
+        request_ids: the ``R`` running requests, in batch order.
+        max_lengths: ``[R]`` int64, most drafts that each may verify (block size, tokens left to emit).
+        draft_len: G, drafts proposed per request.
+        confidence: ``[R, G]`` float32 in [0, 1], or None when the drafter has no confidence head.
+    """
+
+    request_ids: tuple[int, ...]
+    max_lengths: Tensor
+    draft_len: int
+    confidence: Tensor | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a round did.
+
+    Attributes:
+        request_ids: as in the round's :class:`Signals`.
+        lengths: ``[R]`` int64, drafts verified.
+        accepted: ``[R]`` int64, drafts accepted.
+    """
+
+    request_ids: tuple[int, ...]
+    lengths: Tensor
+    accepted: Tensor
+
+
+class VerifyPolicy(Protocol):
+    """How many of its drafts each request sends to the target.
+
+    Any policy is lossless under the ``coupled`` rule. Under ``ratio`` it must be non-anticipating: whether slot k is
+    verified may depend on signals up to slot k, on load and on earlier rounds, never on what was drawn in slot k or
+    after it.
+    """
+
+    def plan(self, signals: Signals) -> Tensor:
+        """Return ``[R]`` int64 lengths, each between 0 and ``signals.max_lengths``."""
+        ...
+
+    def observe(self, outcome: Outcome) -> None:
+        """Learn from a finished round."""
+        ...

@@ -1,0 +1,270 @@
+"""Toy requests, and every way one round of theirs can go, each with its probability.
+
+Vocabularies of a few tokens and drafts of a few slots leave few enough cases to list. A rule lists them for one
+request: which tokens are drafted, how many of them full verification would accept, and, for each number of drafts that
+a policy may choose to verify, what is then emitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from dspark.ops.accept import accept, ratio_verdict
+from dspark.ops.types import Sampling
+
+Tokens = tuple[int, ...]
+Law = tuple[float, ...]
+Address = tuple[int, ...]
+"""What a uniform number is for; the position of the token that it decides comes first."""
+
+_SLIVER = 1e-14  # narrower intervals are rounding, not cases
+
+
+@dataclass(frozen=True)
+class ToyRequest:
+    """A request whose models are plain functions of the tokens so far (prompt included, anchor last).
+
+    Attributes:
+        target: tokens so far -> p, the law of the next token after all sampling transforms.
+        drafter: tokens so far -> q, the law that the next draft is sampled from.
+        max_tokens: tokens to emit.
+        confidence: (tokens so far, the block drafted after them) -> one confidence per draft, or None. An honest one
+            looks at ``draft[:k]`` for its entry k; see :func:`stepwise`.
+        prompt: at least one token.
+        stop: emitting one of these ends the request.
+    """
+
+    target: Callable[[Tokens], Sequence[float]]
+    drafter: Callable[[Tokens], Sequence[float]]
+    max_tokens: int
+    confidence: Callable[[Tokens, Tokens], Sequence[float]] | None = None
+    prompt: Tokens = (0,)
+    stop: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens: expected at least 1, got {self.max_tokens}")
+        if not self.prompt:
+            raise ValueError("prompt: expected at least one token, got none")
+
+
+def stepwise(confidence: Callable[[Tokens], float]) -> Callable[[Tokens, Tokens], list[float]]:
+    """Make a request's confidence from a function of the tokens before a slot, which is what a drafter's head sees."""
+    return lambda prefix, draft: [confidence(prefix + draft[:k]) for k in range(len(draft))]
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What past draws have shown of the uniform numbers that later draws may use again.
+
+    Attributes:
+        known: (address, low, high): the number at the address lies, uniformly, between the two. Others are unseen.
+    """
+
+    known: tuple[tuple[Address, float, float], ...] = ()
+
+    def draw(
+        self, address: Address, probabilities: Sequence[float], *, backwards: bool = False
+    ) -> Iterator[tuple[int, float, Noise]]:
+        """Draw a token by inverse CDF from the number at ``address``: each token, its probability, what is then known.
+
+        ``backwards`` runs through the tokens from the last to the first, which is another coupling of two draws.
+        """
+        others = tuple(item for item in self.known if item[0] != address)
+        low, high = next(((a, b) for name, a, b in self.known if name == address), (0.0, 1.0))
+        left = 0.0
+        for token in reversed(range(len(probabilities))) if backwards else range(len(probabilities)):
+            right = left + probabilities[token]
+            a, b = max(low, left), min(high, right)
+            left = right
+            if b - a > _SLIVER:
+                yield token, (b - a) / (high - low), Noise(tuple(sorted((*others, (address, a, b)))))
+
+    def after(self, position: int) -> Noise:
+        """Forget the numbers of tokens before ``position``, which are settled."""
+        return Noise(tuple(item for item in self.known if item[0][0] >= position))
+
+
+Emission = tuple[Tokens, float, Noise]
+"""Tokens emitted, their probability, and what is then known of the noise."""
+
+
+@dataclass(frozen=True)
+class Realisation:
+    """One way that a request's drafting and verification can go.
+
+    Attributes:
+        draft: the block drafted.
+        probability: of this realisation.
+        accepted: drafts that verifying all of them (up to the request's cap) accepts.
+        emissions: entry n lists what can be emitted if n drafts are verified; its probabilities sum to 1.
+    """
+
+    draft: Tokens
+    probability: float
+    accepted: int
+    emissions: tuple[tuple[Emission, ...], ...]
+
+
+class ToyRule(Protocol):
+    """An acceptance rule as a list of cases."""
+
+    def realise(self, toy: ToyRequest, prefix: Tokens, noise: Noise, draft_len: int, cap: int) -> Iterator[Realisation]:
+        """List a round's realisations after ``prefix``, ``draft_len`` tokens drafted and at most ``cap`` verified."""
+        ...
+
+
+class RatioToy:
+    """The ``ratio`` rule, its probabilities and residuals from :func:`dspark.ops.accept.ratio_verdict`.
+
+    Drafts are drawn afresh in every round, as the drafter's noise is: its address holds the anchor's position, and no
+    two rounds of a request have the same anchor.
+    """
+
+    def __init__(self) -> None:
+        self._verdicts: dict[tuple[Law, Law], tuple[list[float], list[list[float]]]] = {}
+
+    def realise(self, toy: ToyRequest, prefix: Tokens, noise: Noise, draft_len: int, cap: int) -> Iterator[Realisation]:
+        for draft, alive, seen in _drafts(self.draw_draft, toy, prefix, noise, draft_len):
+            bonus = [toy.target(prefix + draft[:n]) for n in range(cap + 1)]
+            for accepted in range(cap + 1):
+                chance, residual = 0.0, bonus[accepted]
+                if accepted < cap:
+                    chance, residual = self.verdict(toy, prefix + draft[:accepted], draft[accepted])
+                if alive * (1 - chance) > 0:
+                    emissions = []
+                    for verified in range(cap + 1):
+                        kept = draft[: min(verified, accepted)]
+                        last = bonus[verified] if verified <= accepted else residual
+                        known = seen.after(len(prefix) + len(kept) + 1)
+                        emissions.append(tuple(((*kept, token), p, known) for token, p in enumerate(last) if p > 0))
+                    yield Realisation(draft, alive * (1 - chance), accepted, tuple(emissions))
+                alive *= chance
+
+    def draw_draft(
+        self, noise: Noise, position: int, anchor: int, q: Sequence[float]
+    ) -> Iterator[tuple[int, float, Noise]]:
+        """Draw the draft at ``position`` in the round whose anchor is at ``anchor``."""
+        return ((token, p, noise) for token, p in enumerate(q) if p > 0)
+
+    def verdict(self, toy: ToyRequest, prefix: Tokens, token: int) -> tuple[float, list[float]]:
+        """The chance that ``token``, drafted after ``prefix``, is accepted, and the law of what replaces it if not."""
+        p, q = tuple(toy.target(prefix)), tuple(toy.drafter(prefix))
+        if (p, q) not in self._verdicts:
+            tokens = torch.arange(len(p))
+            rows = [torch.tensor(d, dtype=torch.float64).expand(len(p), len(p)) for d in (p, q)]
+            chance, residual = ratio_verdict(rows[0], rows[1], tokens)
+            self._verdicts[p, q] = chance.tolist(), residual.tolist()
+        accept_prob, residuals = self._verdicts[p, q]
+        return accept_prob[token], residuals[token]
+
+
+Coupling = Literal["forwards", "backwards", "independent"]
+
+
+class CoupledToy:
+    """The ``coupled`` rule, its decisions from :func:`dspark.ops.accept.accept` itself.
+
+    Noise belongs to a position and is the same in every round, for the draft and for the target's own sample: an
+    earlier, rejected round may have shown something of it. The rule's promise rests on the target's samples alone, so
+    any joint law of the two draws serves.
+
+    Args:
+        coupling: inverse CDF of one number through the same order of tokens, through opposite orders, or of two
+            numbers.
+    """
+
+    def __init__(self, coupling: Coupling = "forwards") -> None:
+        if coupling not in ("forwards", "backwards", "independent"):
+            raise ValueError(f"coupling: expected forwards, backwards or independent, got {coupling!r}")
+        self._coupling = coupling
+        self._tables: dict[tuple[int, int], list[Tokens]] = {}
+
+    def realise(self, toy: ToyRequest, prefix: Tokens, noise: Noise, draft_len: int, cap: int) -> Iterator[Realisation]:
+        vocab_size = len(toy.target(prefix))
+        for draft, weight, seen in _drafts(self._draw_draft, toy, prefix, noise, draft_len):
+            for samples, chance, known in self._samples(toy, prefix, draft[:cap], seen):
+                emitted = [self._emitted(vocab_size, draft[:n], samples) for n in range(cap + 1)]
+                emissions = tuple(((tokens, 1.0, known.after(len(prefix) + len(tokens))),) for tokens in emitted)
+                yield Realisation(draft, weight * chance, len(emitted[cap]) - 1, emissions)
+
+    def _draw_draft(
+        self, noise: Noise, position: int, anchor: int, q: Sequence[float]
+    ) -> Iterator[tuple[int, float, Noise]]:
+        return noise.draw((position, 0), q)
+
+    def _samples(self, toy: ToyRequest, prefix: Tokens, draft: Tokens, noise: Noise) -> Iterator[Emission]:
+        """The target's sample in each row down to the first that differs from the draft; no later one can matter."""
+        part = 1 if self._coupling == "independent" else 0
+        frontier: list[Emission] = [((), 1.0, noise)]
+        while frontier:
+            samples, weight, seen = frontier.pop()
+            n = len(samples)
+            if n > len(draft) or samples != draft[:n]:
+                yield samples, weight, seen
+                continue
+            cases = seen.draw(
+                (len(prefix) + n, part), toy.target(prefix + draft[:n]), backwards=self._coupling == "backwards"
+            )
+            frontier += [((*samples, token), weight * p, known) for token, p, known in cases]
+
+    def _emitted(self, vocab_size: int, draft: Tokens, samples: Tokens) -> Tokens:
+        n = len(draft)
+        if (vocab_size, n) not in self._tables:
+            self._tables[vocab_size, n] = coupled_table(vocab_size, n)
+        digits = draft + (samples + (0,) * (n + 1))[: n + 1]
+        index = 0
+        for digit in digits:
+            index = index * vocab_size + digit
+        return self._tables[vocab_size, n][index]
+
+
+def coupled_table(vocab_size: int, draft_len: int) -> list[Tokens]:
+    """What ``accept(rule="coupled")`` emits for every block of drafts and every sample of each target row.
+
+    One batch holds all ``V^(2G + 1)`` cases; a case's digits in base ``V`` are its drafts, then the samples of rows
+    0..G. A target row has all its mass on its sample.
+    """
+    width = 2 * draft_len + 1
+    cases = torch.cartesian_prod(*[torch.arange(vocab_size)] * width).reshape(-1, width)
+    count = len(cases)
+    drafts, samples = cases[:, :draft_len], cases[:, draft_len:]
+    tokens = torch.cat([torch.zeros(count, 1, dtype=torch.long), drafts], dim=1)  # [cases, 1 + G]
+    mass = torch.nn.functional.one_hot(samples.flatten(), vocab_size).float()  # [cases * (1 + G), V]
+    verdict = accept(
+        mass.log(),
+        tokens.flatten(),
+        torch.arange(count + 1) * (draft_len + 1),
+        rule="coupled",
+        sampling=_plain_sampling(count),
+        position=torch.zeros(count, dtype=torch.long),
+        max_query_len=draft_len + 1,
+    )
+    emitted, lengths = verdict.tokens.tolist(), verdict.num_emitted.tolist()
+    return [tuple(row[:n]) for row, n in zip(emitted, lengths, strict=True)]
+
+
+def _plain_sampling(requests: int) -> Sampling:
+    off: Tensor = torch.zeros(requests)
+    whole = torch.zeros(requests, dtype=torch.long)
+    return Sampling(off + 1, whole, off + 1, off, torch.arange(requests), any_truncation=False)
+
+
+Draw = Callable[[Noise, int, int, Sequence[float]], Iterator[tuple[int, float, Noise]]]
+
+
+def _drafts(draw: Draw, toy: ToyRequest, prefix: Tokens, noise: Noise, draft_len: int) -> list[Emission]:
+    """Every block of drafts after ``prefix``, its probability, and what is known of the noise after drawing it."""
+    blocks: list[Emission] = [((), 1.0, noise)]
+    for k in range(draft_len):
+        blocks = [
+            ((*block, token), weight * p, known)
+            for block, weight, seen in blocks
+            for token, p, known in draw(seen, len(prefix) + k, len(prefix) - 1, toy.drafter(prefix + block))
+        ]
+    return blocks
