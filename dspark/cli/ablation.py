@@ -1,0 +1,212 @@
+"""Policies, rules and temperatures compared with plain decoding on the same prompts, in paired, interleaved runs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from dspark.cli.lossless import is_lossless_by_law, is_lossless_by_tokens
+from dspark.cli.setup import make_policy
+from dspark.decode import Completion, Decoder, Round, SamplingParams
+from dspark.models.drafter import Drafter
+from dspark.models.target import Target
+from dspark.ops.types import Rule
+from dspark.policy import CostProfile
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to compare.
+
+    Attributes:
+        prompts: token ids of each prompt.
+        policies: names that :func:`~dspark.cli.setup.make_policy` knows; plain decoding is always measured beside them.
+        rules, temperatures: each is combined with each.
+        repeats: paired measurements per prompt.
+        max_tokens: tokens to emit per prompt.
+        seed: prompt ``i`` is sampled with ``seed + i``.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    policies: Sequence[str]
+    rules: Sequence[Rule]
+    temperatures: Sequence[float]
+    repeats: int
+    max_tokens: int
+    seed: int = 0
+
+    @property
+    def runs(self) -> int:
+        """How many times a prompt is decoded, all in all."""
+        per_setting = len(self.prompts) * (1 + self.repeats * (1 + len(self.policies)))
+        return len(self.rules) * len(self.temperatures) * per_setting
+
+
+@dataclass(frozen=True)
+class Row:
+    """One policy under one rule at one temperature.
+
+    Attributes:
+        tokens_per_s: emitted tokens over seconds, prompt processing included; median over repeats.
+        speedup: plain decoding's time per token over this policy's, measured next to it on the same prompt; median
+            over prompts and repeats, with its quartiles in ``speedup_iqr``.
+        tau: tokens emitted per round, the bonus included.
+        verified_per_round: drafts sent to the target per round.
+        accept_by_position: of the drafts verified at each position whose predecessors were accepted, the fraction
+            accepted; None where there was none.
+        lossless: at temperature 0 and under ``coupled``, the tokens equal plain decoding's; otherwise, the tokens fit
+            the target's own distributions (chi-square, p > 1e-4).
+        near_ties: prompts whose output left plain decoding's at two scores within rounding of each other; they count
+            as lossless.
+    """
+
+    policy: str
+    rule: str
+    temperature: float
+    tokens_per_s: float
+    speedup: float
+    speedup_iqr: tuple[float, float]
+    tau: float
+    verified_per_round: float
+    accept_by_position: list[float | None]
+    lossless: bool
+    prompts: int
+    tokens: int
+    near_ties: int
+
+
+@dataclass
+class _Measured:
+    """One policy's runs: seconds by prompt and repeat, and the last completion of each prompt."""
+
+    seconds: list[list[float]] = field(default_factory=list)
+    completions: list[Completion] = field(default_factory=list)
+
+
+def run_ablation(
+    target: Target,
+    drafter: Drafter,
+    plan: Plan,
+    profile: CostProfile,
+    progress: Callable[[str], None] = lambda name: None,
+) -> list[Row]:
+    """Measure every combination of a plan, on one request at a time.
+
+    For each prompt, plain decoding and every policy run one right after the other, in an order that rotates with each
+    repeat, so that a machine that slows down slows them alike.
+
+    Args:
+        target, drafter: the pair.
+        plan: what to compare.
+        profile: cost curve for the scheduled policies.
+        progress: called after each of ``plan.runs`` runs.
+    """
+    rows = []
+    for rule in plan.rules:
+        for temperature in plan.temperatures:
+            rows += _compare(target, drafter, plan, profile, rule, temperature, progress)
+    return rows
+
+
+def _compare(
+    target: Target,
+    drafter: Drafter,
+    plan: Plan,
+    profile: CostProfile,
+    rule: Rule,
+    temperature: float,
+    progress: Callable[[str], None],
+) -> list[Row]:
+    names = [PLAIN, *plan.policies]
+    measured = {name: _Measured() for name in names}
+    stop = target.config.eos_token_ids
+    params = [
+        SamplingParams(temperature=temperature, seed=plan.seed + i, max_tokens=plan.max_tokens, stop_token_ids=stop)
+        for i in range(len(plan.prompts))
+    ]
+
+    for prompt, sampling in zip(plan.prompts, params, strict=True):
+
+        def run(
+            name: str, accepted: Sequence[int] = (), prompt: Sequence[int] = prompt, sampling: SamplingParams = sampling
+        ) -> tuple[Completion, float]:
+            policy = make_policy(name, profile, accepted)
+            decoder = Decoder(target, drafter if policy is not None else None, policy, rule, max_batch=1)
+            start = time.perf_counter()
+            [completion] = decoder.generate([prompt], sampling)
+            progress(f"{name}, {rule}, T = {temperature:g}")
+            return completion, time.perf_counter() - start
+
+        full, _ = run(f"fixed:{drafter.block_size}")  # also the warm-up
+        accepted = [r.accepted for r in full.rounds]
+        for name in names:
+            measured[name].seconds.append([])
+        for repeat in range(plan.repeats):
+            for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+                completion, seconds = run(name, accepted)
+                measured[name].seconds[-1].append(seconds)
+                if repeat == 0:
+                    measured[name].completions.append(completion)
+
+    return [_row(target, plan, name, measured[name], measured[PLAIN], params, rule) for name in names]
+
+
+def _row(
+    target: Target,
+    plan: Plan,
+    name: str,
+    own: _Measured,
+    plain: _Measured,
+    params: Sequence[SamplingParams],
+    rule: Rule,
+) -> Row:
+    rounds = [r for c in own.completions for r in c.rounds]
+    count = [len(c.token_ids) for c in own.completions]
+    plain_count = [len(c.token_ids) for c in plain.completions]
+    ratios = [
+        (p / plain_count[i]) / (o / count[i])
+        for i in range(len(count))
+        for p, o in zip(plain.seconds[i], own.seconds[i], strict=True)
+    ]
+    per_repeat = [sum(count) / sum(s[repeat] for s in own.seconds) for repeat in range(plan.repeats)]
+    low, middle, high = (
+        torch.tensor(ratios, dtype=torch.float64).quantile(torch.tensor([0.25, 0.5, 0.75]).double()).tolist()
+    )
+    temperature = params[0].temperature
+    if rule == "coupled" or temperature == 0:
+        lossless, near_ties = is_lossless_by_tokens(target, plan.prompts, own.completions, plain.completions, params)
+    else:
+        lossless, near_ties = is_lossless_by_law(target, plan.prompts, own.completions, params), 0
+    return Row(
+        policy=name,
+        rule=rule,
+        temperature=temperature,
+        tokens_per_s=statistics.median(per_repeat),
+        speedup=middle,
+        speedup_iqr=(low, high),
+        tau=statistics.fmean(r.accepted + 1 for r in rounds),
+        verified_per_round=statistics.fmean(r.verified for r in rounds),
+        accept_by_position=acceptance_by_position(rounds),
+        lossless=lossless,
+        prompts=len(plan.prompts),
+        tokens=sum(count),
+        near_ties=near_ties,
+    )
+
+
+def acceptance_by_position(rounds: Sequence[Round]) -> list[float | None]:
+    """Conditional acceptance at each draft position.
+
+    >>> acceptance_by_position([Round(2, 2, 2, 3), Round(2, 2, 0, 1)])
+    [0.5, 1.0]
+    """
+    positions = range(1, max((r.proposed for r in rounds), default=0) + 1)
+    reached = [sum(r.verified >= k and r.accepted >= k - 1 for r in rounds) for k in positions]
+    passed = [sum(r.accepted >= k for r in rounds) for k in positions]
+    return [p / n if n else None for p, n in zip(passed, reached, strict=True)]

@@ -1,0 +1,94 @@
+"""``python -m dspark generate``: continue a prompt, streaming."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dspark.cli.setup import check_policy, check_rule, load_models, make_policy, read_prompts
+from dspark.decode import Decoder, SamplingParams, measure_cost
+
+app = typer.Typer()
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue.")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Read prompts from a text file, or one per line of a .jsonl.")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="plain, fixed:K, scheduled or scheduled-lag2.")] = "scheduled",
+    rule: Annotated[str, typer.Option(help="Acceptance rule: coupled or ratio.")] = "coupled",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 is off.", min=0)] = 0,
+    top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to emit.", min=1)] = 128,
+    draft_len: Annotated[
+        int | None, typer.Option(help="Drafts per round; the drafter's block size by default.")
+    ] = None,
+    target: Annotated[Path | None, typer.Option(help="Hugging Face folder; the tiny pair by default.")] = None,
+    drafter: Annotated[Path | None, typer.Option(help="DeepSpec folder.")] = None,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per prompt instead of text.")
+    ] = False,
+) -> None:
+    """Continue a prompt with speculative decoding. The text is the target's own, whatever the drafter and policy."""
+    if (prompt is None) == (file is None):
+        raise ValueError("prompt, --file: give exactly one of them")
+    texts = [prompt] if prompt is not None else [p.text for p in read_prompts(file or Path())]
+    pair, guesser, tokenizer = load_models(target, drafter)
+    check_policy(policy, guesser.block_size if draft_len is None else draft_len)
+    profile = measure_cost(pair, guesser) if policy.startswith("scheduled") else None
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        max_tokens=max_tokens,
+        stop_token_ids=pair.config.eos_token_ids,
+    )
+    for text in texts:
+        chosen = make_policy(policy, profile)
+        plain = policy == "plain"
+        decoder = Decoder(
+            pair, None if plain else guesser, chosen, check_rule(rule), draft_len=None if plain else draft_len
+        )
+        start = time.perf_counter()
+        completion = decoder.add_request(tokenizer.encode(text).ids, params)
+        shown = 0
+        for _ in decoder.stream():
+            if json_output:
+                continue
+            so_far = tokenizer.decode(completion.token_ids)
+            if completion.finish_reason is None:
+                so_far = so_far.rstrip("\ufffd")  # the rest of a character may still come
+            sys.stdout.write(so_far[shown:])
+            sys.stdout.flush()
+            shown = len(so_far)
+        seconds = time.perf_counter() - start
+        rounds = completion.rounds
+        tau = sum(r.accepted + 1 for r in rounds) / max(1, len(rounds))
+        if json_output:
+            row = dataclasses.asdict(completion) | {
+                "prompt": text,
+                "text": tokenizer.decode(completion.token_ids),
+                "policy": policy,
+                "rule": rule,
+                "tau": tau,
+                "seconds": seconds,
+            }
+            sys.stdout.write(json.dumps(row) + "\n")
+        else:
+            sys.stdout.write("\n")
+            count = len(completion.token_ids)
+            summary = f"{count} tokens in {len(rounds)} rounds, τ = {tau:.2f}, {count / seconds:.0f} tokens/s"
+            typer.echo(f"[{summary}, finish: {completion.finish_reason}]", err=True)

@@ -1,0 +1,90 @@
+"""Whether decoded text is what the target alone would have said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dspark.models.cache import query_batch
+from dspark.models.target import Target
+from dspark.ops.philox import gumbel
+from dspark.ops.sample import transform
+from dspark.ops.types import Stream
+from dspark.requests import Completion, SamplingParams, batch_sampling
+from dspark.testing.statistics import probability_integral, uniformity_p_value
+
+NEAR_TIE = 1e-4
+"""Two fp32 scores this close may swap when a sum is taken in another order."""
+
+_P_VALUE = 1e-4
+
+
+@torch.inference_mode()
+def replay_logits(target: Target, prompt: Sequence[int], token_ids: Sequence[int]) -> Tensor:
+    """The target's logits ``[n, V]`` at each of the ``n`` emitted tokens, from one pass over the whole text."""
+    page_size = 16
+    text = [*prompt, *token_ids[:-1]]
+    pages = -(-len(text) // page_size)
+    table = torch.arange(pages, device=target.device)[None]
+    rows = query_batch(table, torch.zeros(1, dtype=torch.int64, device=target.device), [len(text)], page_size)
+    tokens = torch.tensor(text, device=target.device)
+    hidden, _ = target.forward(tokens, rows, target.new_cache(pages, page_size))
+    return target.logits(hidden[len(prompt) - 1 :])
+
+
+def is_lossless_by_tokens(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[Completion],
+    plain: Sequence[Completion],
+    params: Sequence[SamplingParams],
+) -> tuple[bool, int]:
+    """Whether outputs equal plain decoding's, token for token; and how many part from it at a near tie.
+
+    Sums over different numbers of rows round differently, so two scores within rounding of each other may swap; an
+    output that leaves the plain one there, and only there, passes and is counted.
+    """
+    near_ties = 0
+    for prompt, output, reference, sampling in zip(prompts, outputs, plain, params, strict=True):
+        ours, theirs = output.token_ids, reference.token_ids
+        if ours == theirs:
+            continue
+        first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+        if first is None or _score_gap(target, prompt, ours[: first + 1], theirs[first], sampling) > NEAR_TIE:
+            return False, near_ties
+        near_ties += 1
+    return True, near_ties
+
+
+def _score_gap(
+    target: Target, prompt: Sequence[int], ours: Sequence[int], theirs: int, sampling: SamplingParams
+) -> float:
+    """How far apart the scores of two candidate tokens were: logits when greedy, else perturbed log-probabilities."""
+    scores = replay_logits(target, prompt, ours)[-1:].float()
+    if sampling.temperature > 0:
+        batch = batch_sampling([sampling], target.device)
+        scores = transform(scores, batch, torch.zeros(1, dtype=torch.int64, device=target.device))
+        position = torch.tensor([len(prompt) + len(ours) - 1], device=target.device)
+        scores = scores + gumbel(batch.seed, position, scores.shape[1], Stream.TARGET)
+    return float((scores[0, ours[-1]] - scores[0, theirs]).abs())
+
+
+def is_lossless_by_law(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[Completion],
+    params: Sequence[SamplingParams],
+) -> bool:
+    """Whether outputs fit the target's own distributions: a chi-square test on their probability integrals."""
+    generator = torch.Generator().manual_seed(0)
+    values = []
+    for prompt, output, sampling in zip(prompts, outputs, params, strict=True):
+        count = len(output.token_ids)
+        logits = replay_logits(target, prompt, output.token_ids)
+        request = torch.zeros(count, dtype=torch.int64, device=target.device)
+        p = transform(logits, batch_sampling([sampling], target.device), request).softmax(-1)
+        uniforms = torch.rand(count, generator=generator).to(target.device)
+        values.append(probability_integral(p, torch.tensor(output.token_ids, device=target.device), uniforms))
+    return uniformity_p_value(torch.cat(values)) > _P_VALUE

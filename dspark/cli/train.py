@@ -1,0 +1,76 @@
+"""``python -m dspark train``: the tiny pair from nothing but this machine's Python standard library."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from dspark.models.loading import load_target
+from dspark.models.tiny import load_tokenizer
+from dspark.models.training.corpus import END_OF_TEXT, MASK, documents, special_id, token_stream, train_tokenizer
+from dspark.models.training.drafter import TINY_DRAFTER_SHAPE, DrafterTraining, new_drafter, train_drafter
+from dspark.models.training.export import save_drafter, save_target
+from dspark.models.training.loop import StepLog, Training, initialise
+from dspark.models.training.prompts import openings, write_prompts
+from dspark.models.training.target import TINY_TARGET_SHAPE, train_target
+from dspark.models.transformer import CausalLM
+
+app = typer.Typer(help="Train the tiny pair; each stage resumes where it stopped.", no_args_is_help=True)
+
+Out = Annotated[Path, typer.Option(help="Folder for checkpoints, logs and the finished models.")]
+Steps = Annotated[int, typer.Option(help="Optimiser steps.", min=1)]
+Seed = Annotated[int, typer.Option(help="Seed of the initial weights and of the data's order.")]
+
+
+@app.command()
+def target(out: Out = Path("runs/tiny"), steps: Steps = Training.steps, seed: Seed = Training.seed) -> None:
+    """Train a tokenizer and the target on the standard library's training files."""
+    docs = [d for d in documents() if not d.held_out]
+    tokenizer_file = out / "target" / "tokenizer.json"
+    if not tokenizer_file.exists():
+        tokenizer_file.parent.mkdir(parents=True, exist_ok=True)
+        train_tokenizer((d.text for d in docs), TINY_TARGET_SHAPE.vocab_size).save(str(tokenizer_file))
+    tokenizer = load_tokenizer(out / "target")
+    network = CausalLM(dataclasses.replace(TINY_TARGET_SHAPE, eos_token_ids=(special_id(tokenizer, END_OF_TEXT),)))
+    initialise(network, seed)
+    training = Training(steps=steps, seed=seed)
+    _run(
+        train_target(network, token_stream(tokenizer, docs, seed), out / "target.pt", training), training, out, "target"
+    )
+    save_target(network, out / "target")
+
+
+@app.command()
+def drafter(
+    out: Out = Path("runs/tiny"), steps: Steps = DrafterTraining.steps, seed: Seed = DrafterTraining.seed
+) -> None:
+    """Train the DSpark drafter for the target in OUT/target, and pick the held-out prompts."""
+    frozen = load_target(out / "target").network
+    tokenizer = load_tokenizer(out / "target")
+    docs = list(documents())
+    stream = token_stream(tokenizer, [d for d in docs if not d.held_out], seed)
+    config = dataclasses.replace(TINY_DRAFTER_SHAPE, mask_token_id=special_id(tokenizer, MASK))
+    network = new_drafter(config, frozen, seed)
+    training = DrafterTraining(steps=steps, seed=seed)
+    _run(train_drafter(network, frozen, stream, out / "drafter.pt", training), training, out, "drafter")
+    save_drafter(network, out / "drafter")
+    write_prompts(out / "prompts.jsonl", openings(docs, tokenizer, per_domain=12))
+
+
+def _run(logs: Iterable[StepLog], training: Training, out: Path, name: str) -> None:
+    """Run a training to its end behind a progress bar, appending every tenth step's log to OUT/NAME.jsonl."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(TextColumn("{task.description}"), *columns) as progress, (out / f"{name}.jsonl").open("a") as file:
+        task = progress.add_task(name, total=training.steps)
+        for log in logs:
+            progress.update(task, completed=log.step + 1, description=f"{name}: loss {log.loss:.3f}")
+            if log.step % 10 == 0:
+                file.write(json.dumps(dataclasses.asdict(log)) + "\n")
+                file.flush()
+    typer.echo(f"{name}: done after {training.steps} steps, in {out / name}")

@@ -1,0 +1,391 @@
+"""The round: draft, plan, verify, accept, commit, over a batch of requests that join and leave between rounds.
+
+Plain decoding is the same code with no drafter: a round then verifies the anchor alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from dspark.models.cache import PagedCache, PagePool, query_batch
+from dspark.models.drafter import Drafter
+from dspark.models.target import Target
+from dspark.ops.accept import accept
+from dspark.ops.types import Draft, QueryBatch, Rule, Sampling, Status, Stream, Verdict
+from dspark.policy.cost import CostProfile
+from dspark.policy.fixed import FixedK
+from dspark.policy.protocol import Outcome, Signals, VerifyPolicy
+from dspark.requests import Completion, Output, Request, Round, SamplingParams, batch_sampling
+
+__all__ = ["Completion", "Decoder", "Output", "Round", "SamplingParams", "measure_cost"]
+
+
+@dataclass
+class _Batch:
+    """The running requests' state as tensors; rebuilt when a request joins or leaves, else updated in place."""
+
+    requests: list[Request]
+    sampling: Sampling
+    block_table: Tensor  # [R, B]
+    context_len: Tensor  # [R], also the anchor's position
+    anchor: Tensor  # [R]
+
+
+@dataclass(frozen=True)
+class _Context:
+    """A drafter with the cache of what it knows of each request."""
+
+    drafter: Drafter
+    cache: PagedCache
+
+    def extend(self, features: Tensor, rows: QueryBatch) -> None:
+        self.drafter.extend(features, rows, self.cache)
+
+    def propose(
+        self,
+        anchor: Tensor,
+        block_table: Tensor,
+        context_len: Tensor,
+        draft_len: int,
+        page_size: int,
+        sampling: Sampling,
+        rule: Rule,
+    ) -> Draft:
+        rows = query_batch(block_table, context_len, [draft_len] * len(anchor), page_size, bidirectional=True)
+        return self.drafter.propose(
+            anchor,
+            rows,
+            self.cache,
+            draft_len=draft_len,
+            sampling=sampling,
+            position=context_len,
+            stream=Stream.TARGET if rule == "coupled" else Stream.DRAFT,
+            return_logits=rule != "coupled",
+        )
+
+
+class Decoder:
+    """Speculative decoding of a batch of requests.
+
+    Args:
+        target: the model whose output counts.
+        drafter: proposes tokens; None is plain decoding.
+        policy: decides how many drafts to verify; all of them by default.
+        rule: ``"coupled"`` (output bitwise equal to plain sampling with the same seed) or ``"ratio"``
+            (Leviathan/Chen; same law, other draws).
+        draft_len: drafts per round (γ), at most the drafter's block size, which is the default.
+        num_pages, page_size: size of the key/value cache, shared by all requests.
+        max_batch: most requests running at once.
+
+    Requests wait, in order, until the cache has room for all they may ever need, so a running request never runs out.
+
+    Raises:
+        ValueError: an unknown rule, a draft length above the block size, or a policy without a drafter.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        policy: VerifyPolicy | None = None,
+        rule: Rule = "coupled",
+        *,
+        draft_len: int | None = None,
+        num_pages: int = 256,
+        page_size: int = 16,
+        max_batch: int = 8,
+    ) -> None:
+        if rule not in get_args(Rule):
+            raise ValueError(f"rule: expected one of {', '.join(get_args(Rule))}, got {rule!r}")
+        if drafter is None and (policy is not None or draft_len is not None):
+            raise ValueError("drafter: a policy or a draft_len needs a drafter, got None")
+        block_size = drafter.block_size if drafter is not None else 0
+        self.draft_len = block_size if draft_len is None else draft_len
+        if not 0 <= self.draft_len <= block_size:
+            raise ValueError(f"draft_len: expected 0 to the drafter's block size {block_size}, got {draft_len}")
+        if max_batch < 1:
+            raise ValueError(f"max_batch: expected at least 1, got {max_batch}")
+        self.target, self.drafter, self.rule = target, drafter, rule
+        self.policy: VerifyPolicy = policy if policy is not None else FixedK(self.draft_len)
+        self.max_batch, self.page_size = max_batch, page_size
+        self._pool = PagePool(num_pages)
+        self._cache = target.new_cache(num_pages, page_size)
+        self._context = None if drafter is None else _Context(drafter, drafter.new_cache(num_pages, page_size))
+        self._waiting: deque[Request] = deque()
+        self._batch: _Batch | None = None
+        self._next_id = 0
+
+    # Requests
+
+    def add_request(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
+        """Queue a request.
+
+        Returns:
+            Its result, which fills up as rounds go by; its ``request_id`` counts from 0 in order of adding.
+
+        Raises:
+            ValueError: an empty prompt, a token id outside the vocabulary, or a request that could never fit into the
+                model's context or into the cache.
+        """
+        params = sampling or SamplingParams()
+        limit = self.target.config.max_position_embeddings
+        if not prompt:
+            raise ValueError("prompt: expected at least one token id, got none")
+        bad = next((t for t in prompt if not 0 <= t < self.target.config.vocab_size), None)
+        if bad is not None:
+            raise ValueError(f"prompt: expected token ids from 0 to {self.target.config.vocab_size - 1}, got {bad}")
+        if len(prompt) >= limit:
+            raise ValueError(f"prompt: expected fewer than {limit} tokens (the model's context), got {len(prompt)}")
+        max_tokens = min(params.max_tokens, limit - len(prompt))
+        request = Request(list(prompt), params, max_tokens, Completion(self._next_id))
+        if self._pages_needed(request) > self._pool.num_pages:
+            raise ValueError(
+                f"prompt: {len(prompt)} tokens and {max_tokens} to emit need {self._pages_needed(request)} pages of "
+                f"{self.page_size}, and the cache has {self._pool.num_pages}"
+            )
+        self._next_id += 1
+        self._waiting.append(request)
+        return request.completion
+
+    def _pages_needed(self, request: Request) -> int:
+        return -(-(len(request.prompt) + request.max_tokens + self.draft_len) // self.page_size)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether any request is running or waiting."""
+        return bool(self._waiting) or self._batch is not None
+
+    @property
+    def free_pages(self) -> int:
+        """Pages of the cache that no running request holds."""
+        return self._pool.num_free
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Decode prompts to their end; one :class:`SamplingParams` for all, or one for each.
+
+        Raises:
+            ValueError: as :meth:`add_request`; or the two lists differ in length.
+        """
+        each = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
+        if len(each) != len(prompts):
+            raise ValueError(f"sampling: expected one for each of {len(prompts)} prompts, got {len(each)}")
+        completions = [self.add_request(p, s) for p, s in zip(prompts, each, strict=True)]
+        while any(c.finish_reason is None for c in completions):
+            self.step()
+        return completions
+
+    def stream(self) -> Iterator[Output]:
+        """Yield each request's new tokens as rounds finish, until nothing is left to do."""
+        while self.unfinished:
+            yield from self.step()
+
+    # The round
+
+    def step(self) -> list[Output]:
+        """Admit waiting requests while there is room (their first token comes with it), then run one round."""
+        outputs = self._admit()
+        if self._batch is not None:
+            outputs += self._round(self._batch)
+        return outputs
+
+    @torch.inference_mode()
+    def _admit(self) -> list[Output]:
+        running = list(self._batch.requests) if self._batch is not None else []
+        outputs = []
+        while self._waiting and len(running) < self.max_batch:
+            pages = self._pool.allocate(self._pages_needed(self._waiting[0]))
+            if pages is None:
+                break
+            request = self._waiting.popleft()
+            request.pages = pages
+            outputs.append(self._prefill(request))
+            running.append(request)
+        if outputs:
+            self._rebuild(running)
+        return outputs
+
+    def _prefill(self, request: Request) -> Output:
+        batch = self._tensors([request])
+        start = torch.zeros_like(batch.context_len)
+        rows = query_batch(batch.block_table, start, [len(request.prompt)], self.page_size)
+        tokens = torch.tensor(request.prompt, device=self.target.device)
+        hidden, features = self.target.forward(tokens, rows, self._cache, self._feature_layers)
+        if self._context is not None:
+            self._context.extend(features, rows)
+        one = torch.tensor([0, 1], device=self.target.device)
+        verdict = self._accept(hidden[-1:], tokens[-1:], one, None, batch.sampling, start + len(request.prompt) - 1, 1)
+        return self._record([request], verdict, None)[0]
+
+    @torch.inference_mode()
+    def _round(self, batch: _Batch) -> list[Output]:
+        draft, caps = self._draft(batch)
+        lengths = self._plan(batch, draft, caps)
+        counts = [n + 1 for n in lengths.tolist()]
+        rows = query_batch(batch.block_table, batch.context_len, counts, self.page_size)
+        proposed = batch.anchor[:, None] if draft is None else torch.cat([batch.anchor[:, None], draft.tokens], dim=1)
+        request, offset = _row_index(lengths + 1, sum(counts))
+        tokens = proposed[request, offset]  # [T]
+
+        hidden, features = self.target.forward(tokens, rows, self._cache, self._feature_layers)
+        verdict = self._accept(
+            hidden, tokens, rows.query_start, draft, batch.sampling, batch.context_len, rows.max_query_len
+        )
+
+        if self._context is not None:
+            committed = torch.where(offset < verdict.num_emitted[request], rows.slots, -1)
+            self._context.extend(features, replace(rows, slots=committed))
+            accepted = (verdict.num_emitted - 1).clamp(min=0)
+            self.policy.observe(Outcome(_ids(batch), lengths, accepted))
+        batch.context_len = batch.context_len + verdict.num_emitted
+        batch.anchor = verdict.tokens.gather(1, (verdict.num_emitted - 1).clamp(min=0)[:, None]).squeeze(1)
+
+        outputs = self._record(batch.requests, verdict, lengths)
+        if any(o.finish_reason for o in outputs):
+            self._rebuild(batch.requests)
+        return outputs
+
+    def _draft(self, batch: _Batch) -> tuple[Draft | None, Tensor]:
+        """Propose a block for every request, unless none may verify any; with the cap on each one's verify length."""
+        longest = [min(self.draft_len, r.remaining - 1) for r in batch.requests]
+        caps = torch.tensor(longest, device=self.target.device)
+        if self._context is None or max(longest) == 0:
+            return None, caps
+        draft = self._context.propose(
+            batch.anchor,
+            batch.block_table,
+            batch.context_len,
+            self.draft_len,
+            self.page_size,
+            batch.sampling,
+            self.rule,
+        )
+        return draft, caps
+
+    def _plan(self, batch: _Batch, draft: Draft | None, caps: Tensor) -> Tensor:
+        if draft is None:
+            return torch.zeros_like(caps)
+        lengths = self.policy.plan(Signals(_ids(batch), caps, self.draft_len, draft.confidence))
+        if lengths.shape != caps.shape or bool(((lengths < 0) | (lengths > caps)).any()):
+            raise ValueError(
+                f"policy: expected lengths from 0 to {caps.tolist()}, got {lengths.tolist()} from {self.policy}"
+            )
+        return lengths
+
+    def _accept(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        query_start: Tensor,
+        draft: Draft | None,
+        sampling: Sampling,
+        position: Tensor,
+        max_query_len: int,
+    ) -> Verdict:
+        return accept(
+            self.target.logits(hidden),
+            tokens,
+            query_start,
+            rule=self.rule,
+            sampling=sampling,
+            position=position,
+            max_query_len=max_query_len,
+            draft_logits=draft.logits if draft is not None else None,
+        )
+
+    # Host bookkeeping
+
+    @property
+    def _feature_layers(self) -> tuple[int, ...]:
+        return self.drafter.feature_layers if self.drafter is not None else ()
+
+    def _record(self, requests: Sequence[Request], verdict: Verdict, lengths: Tensor | None) -> list[Output]:
+        """Copy a verdict to the host and hand each request its part. ``lengths`` None is a prefill."""
+        counts, ok = verdict.num_emitted.tolist(), (verdict.status == Status.OK).tolist()
+        tokens, logprobs = verdict.tokens.tolist(), verdict.logprobs.tolist()
+        verified = [None] * len(requests) if lengths is None else lengths.tolist()
+        proposed = self.draft_len if self.drafter is not None else 0
+        return [
+            request.take(tokens[i][: counts[i]], logprobs[i][: counts[i]], ok[i], proposed, verified[i])
+            for i, request in enumerate(requests)
+        ]
+
+    def _rebuild(self, requests: Iterable[Request]) -> None:
+        """Let finished requests go, and their pages; make the tensors of those that run on."""
+        running = []
+        for request in requests:
+            if request.completion.finish_reason is None:
+                running.append(request)
+            else:
+                self._pool.free(request.pages)
+        self._batch = self._tensors(running) if running else None
+
+    def _tensors(self, requests: list[Request]) -> _Batch:
+        device = self.target.device
+        width = max(len(r.pages) for r in requests)
+        table = [r.pages + [-1] * (width - len(r.pages)) for r in requests]
+        context = [len(r.prompt) + len(r.completion.token_ids) - 1 for r in requests]
+        last = [(r.completion.token_ids or r.prompt)[-1] for r in requests]
+        return _Batch(
+            requests=requests,
+            sampling=batch_sampling([r.params for r in requests], device),
+            block_table=torch.tensor(table, device=device),
+            context_len=torch.tensor(context, device=device),
+            anchor=torch.tensor(last, device=device),
+        )
+
+
+def _ids(batch: _Batch) -> tuple[int, ...]:
+    return tuple(r.completion.request_id for r in batch.requests)
+
+
+def _row_index(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """For ``counts [R]`` rows per request: each row's request and its index within it, ``[T]`` each."""
+    request = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts, output_size=total)
+    start = counts.cumsum(0) - counts
+    return request, torch.arange(total, device=counts.device) - start[request]
+
+
+def measure_cost(
+    target: Target, drafter: Drafter | None = None, *, max_rows: int = 64, context_len: int = 256, repeats: int = 5
+) -> CostProfile:
+    """Measure what a round costs on this machine, by a warm-up on a scratch cache.
+
+    A round of ``n`` rows is timed as one draft for one request and one verification of ``n`` rows behind
+    ``context_len`` tokens, for n = 1, 2, 4, ... up to ``max_rows``.
+
+    Raises:
+        ValueError: ``context_len`` and ``max_rows`` together exceed the model's context.
+    """
+    limit = target.config.max_position_embeddings
+    if context_len + max_rows > limit:
+        raise ValueError(f"context_len + max_rows: expected at most {limit}, got {context_len} + {max_rows}")
+    page_size = 16
+    pages = -(-(context_len + max_rows) // page_size)
+    cache = target.new_cache(pages, page_size)
+    drafting = None if drafter is None else _Context(drafter, drafter.new_cache(pages, page_size))
+    layers = drafter.feature_layers if drafter is not None else ()
+    table = torch.arange(pages, device=target.device)[None]
+    context = torch.tensor([context_len], device=target.device)
+    anchor = torch.zeros_like(context)
+    greedy = batch_sampling([SamplingParams(temperature=0)], target.device)
+
+    @torch.inference_mode()
+    def run_round(n: int) -> None:
+        if drafting is not None:
+            drafting.propose(anchor, table, context, drafting.drafter.block_size, page_size, greedy, "coupled")
+        rows = query_batch(table, context, [n], page_size)
+        hidden, features = target.forward(torch.zeros_like(rows.slots), rows, cache, layers)
+        target.logits(hidden)
+        if drafting is not None:
+            drafting.extend(features, rows)
+
+    sizes = [2**i for i in range(max_rows.bit_length()) if 2**i <= max_rows]
+    return CostProfile.measure(run_round, sizes, repeats)

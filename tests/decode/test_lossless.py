@@ -1,0 +1,170 @@
+"""The decoder's output is plain decoding's: token for token, or in law, as the rule promises."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dspark.decode import Completion, Decoder, SamplingParams
+from dspark.models import Target
+from dspark.models.cache import query_batch
+from dspark.policy import ConfidenceScheduled, FixedK, Oracle, Outcome, Signals, VerifyPolicy
+from tests.decode.pairs import GOLDEN_DRAFTERS, STEEP, golden_drafter, golden_target, narrow_pair
+
+
+class Erratic:
+    """Any lengths at all: what the coupled rule must withstand."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def plan(self, signals: Signals) -> torch.Tensor:
+        draws = torch.rand(signals.max_lengths.shape, generator=self._generator)
+        return (draws * (signals.max_lengths + 1)).long()
+
+    def observe(self, outcome: Outcome) -> None:
+        pass
+
+
+POLICIES: dict[str, Callable[[int], VerifyPolicy]] = {
+    "fixed 0": lambda draft_len: FixedK(0),
+    "fixed 2": lambda draft_len: FixedK(min(2, draft_len)),
+    "all": lambda draft_len: FixedK(draft_len),
+    "scheduled": lambda draft_len: ConfidenceScheduled(STEEP),
+    "scheduled, lag 2": lambda draft_len: ConfidenceScheduled(STEEP, lag=2),
+    "erratic": lambda draft_len: Erratic(),
+}
+
+
+def plain(target: Target, prompt: list[int], params: SamplingParams) -> Completion:
+    return Decoder(target).generate([prompt], params)[0]
+
+
+requests = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 318), min_size=1, max_size=24),
+        st.builds(
+            SamplingParams,
+            temperature=st.sampled_from([0.0, 0.6, 1.0, 1.5]),
+            top_k=st.sampled_from([0, 0, 5]),
+            top_p=st.sampled_from([1.0, 0.8]),
+            min_p=st.sampled_from([0.0, 0.05]),
+            seed=st.integers(-(2**63), 2**63 - 1),
+            max_tokens=st.integers(1, 20),
+        ),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(
+    requests=requests,
+    kind=st.sampled_from(GOLDEN_DRAFTERS),
+    policy=st.sampled_from(sorted(POLICIES)),
+    draft_len=st.integers(1, 7),
+    page_size=st.sampled_from([1, 4, 16]),
+    max_batch=st.integers(1, 4),
+)
+def test_p20_coupled_output_equals_plain_decoding(
+    requests: list[tuple[list[int], SamplingParams]],
+    kind: str,
+    policy: str,
+    draft_len: int,
+    page_size: int,
+    max_batch: int,
+) -> None:
+    if kind == "dflash" and policy.startswith("scheduled"):
+        policy = "erratic"  # no confidence head
+    decoder = Decoder(
+        golden_target(),
+        golden_drafter(kind),
+        POLICIES[policy](draft_len),
+        "coupled",
+        draft_len=draft_len,
+        page_size=page_size,
+        num_pages=400 // page_size,
+        max_batch=max_batch,
+    )
+    completions = decoder.generate([p for p, _ in requests], [s for _, s in requests])
+    for (prompt, params), completion in zip(requests, completions, strict=True):
+        expected = plain(golden_target(), prompt, params)
+        assert completion.token_ids == expected.token_ids
+        assert completion.finish_reason == expected.finish_reason == "length"
+        torch.testing.assert_close(
+            torch.tensor(completion.logprobs), torch.tensor(expected.logprobs), atol=1e-4, rtol=1e-4
+        )
+
+
+@pytest.mark.parametrize("rule", ["coupled", "ratio"])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("kind", ["vanilla", "rnn"])
+def test_p19_greedy_output_equals_plain_decoding(rule: Any, policy: str, kind: str) -> None:
+    prompts = [[5, 17, 200], [9], list(range(40, 75))]
+    params = SamplingParams(temperature=0, max_tokens=32)
+    decoder = Decoder(golden_target(), golden_drafter(kind), POLICIES[policy](7), rule)
+    for prompt, completion in zip(prompts, decoder.generate(prompts, params), strict=True):
+        assert completion.token_ids == plain(golden_target(), prompt, params).token_ids
+
+
+@pytest.mark.parametrize("rule", ["coupled", "ratio"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_oracle_replays_the_recorded_pass(rule: Any, temperature: float) -> None:
+    prompts = [[5, 17, 200], [9], list(range(40, 75))]
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=32) for i in range(3)]
+    full = Decoder(golden_target(), golden_drafter("vanilla"), rule=rule).generate(prompts, params)
+    oracle = Oracle({c.request_id: [r.accepted for r in c.rounds] for c in full})
+    replay = Decoder(golden_target(), golden_drafter("vanilla"), oracle, rule).generate(prompts, params)
+    for first, second in zip(full, replay, strict=True):
+        assert first.token_ids == second.token_ids
+        assert [r.accepted for r in first.rounds] == [r.accepted for r in second.rounds]
+        assert all(
+            b.verified == min(a.accepted + 1, a.verified) for a, b in zip(first.rounds, second.rounds, strict=True)
+        )
+    verified = [sum(r.verified for c in run for r in c.rounds) for run in (full, replay)]
+    assert verified[1] < verified[0]
+
+
+def exact_law(target: Target, prompt: list[int], length: int, temperature: float) -> torch.Tensor:
+    """Probability of every continuation, ``[V] * length``, from dense passes over all of them."""
+    vocab = target.vocab_size
+    law = torch.ones(1, dtype=torch.float64)
+    for depth in range(length):
+        prefixes = [prompt + list(p) for p in itertools.product(range(vocab), repeat=depth)]
+        rows = len(prefixes[0])
+        table = torch.arange(len(prefixes))[:, None]
+        batch = query_batch(table, torch.zeros(len(prefixes), dtype=torch.int64), [rows] * len(prefixes), 64)
+        hidden, _ = target.forward(torch.tensor(prefixes).flatten(), batch, target.new_cache(len(prefixes), 64))
+        logits = target.logits(hidden.unflatten(0, (-1, rows))[:, -1])
+        law = (law[:, None] * (logits.double() / temperature).softmax(-1)).flatten()
+    return law
+
+
+@pytest.mark.parametrize("policy", ["all", "scheduled", "scheduled, lag 2"])
+def test_ratio_output_has_the_plain_law(policy: str) -> None:
+    """Chi-square of four tokens, 256 outcomes, over 16,000 seeds; a bias of a few per cent in one token fails it."""
+    vocab, length, seeds, temperature = 4, 4, 16_000, 0.9
+    target, drafter = narrow_pair(vocab)
+    expected = exact_law(target, [1, 2], length, temperature) * seeds
+    params = [SamplingParams(temperature=temperature, seed=s, max_tokens=length) for s in range(seeds)]
+    decoder = Decoder(
+        target, drafter, POLICIES[policy](3), "ratio", num_pages=seeds // 8, page_size=16, max_batch=seeds // 8
+    )
+    completions = decoder.generate([[1, 2]] * seeds, params)
+    tokens = torch.tensor([c.token_ids for c in completions])
+    assert tokens.shape == (seeds, length)
+    counts = torch.bincount((tokens * vocab ** torch.arange(length).flip(0)).sum(1), minlength=vocab**length)
+    common = expected >= 5
+    observed = torch.cat([counts[common], counts[~common].sum()[None]]).double()
+    wanted = torch.cat([expected[common], expected[~common].sum()[None]])
+    statistic = ((observed - wanted) ** 2 / wanted.clamp(min=1e-9)).sum()
+    degrees = torch.tensor(common.sum().item(), dtype=torch.float64)
+    assert torch.special.gammaincc(degrees / 2, statistic / 2) > 1e-4
+    verified = [r.verified for c in completions for r in c.rounds]
+    assert len(set(verified)) > 1, "the policy never chose; the test would show nothing"
