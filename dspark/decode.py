@@ -13,7 +13,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from dspark.models.cache import PagedCache, PagePool, query_batch
+from dspark.models.cache import PagedCache, PagePool, pages_for, query_batch
 from dspark.models.drafter import Drafter
 from dspark.models.target import Target
 from dspark.ops.accept import accept
@@ -57,7 +57,9 @@ class _Context:
         sampling: Sampling,
         rule: Rule,
     ) -> Draft:
-        rows = query_batch(block_table, context_len, [draft_len] * len(anchor), page_size, bidirectional=True)
+        # A whole block, of which draft_len slots are used: fewer rows would be another input than the trained one.
+        lengths = [self.drafter.block_size] * len(anchor)
+        rows = query_batch(block_table, context_len, lengths, page_size, bidirectional=True)
         return self.drafter.propose(
             anchor,
             rows,
@@ -119,6 +121,7 @@ class Decoder:
         self._context = None if drafter is None else _Context(drafter, drafter.new_cache(num_pages, page_size))
         self._waiting: deque[Request] = deque()
         self._batch: _Batch | None = None
+        self._seeds: set[int] = set()  # of unfinished requests; meaningful under ratio only, which keeps them apart
         self._next_id = 0
 
     # Requests
@@ -130,8 +133,8 @@ class Decoder:
             Its result, which fills up as rounds go by; its ``request_id`` counts from 0 in order of adding.
 
         Raises:
-            ValueError: an empty prompt, a token id outside the vocabulary, or a request that could never fit into the
-                model's context or into the cache.
+            ValueError: an empty prompt, a token id outside the vocabulary, a request that could never fit into the
+                model's context or into the cache, or (rule ``"ratio"``) a seed that another unfinished request has.
         """
         params = sampling or SamplingParams()
         limit = self.target.config.max_position_embeddings
@@ -144,17 +147,24 @@ class Decoder:
             raise ValueError(f"prompt: expected fewer than {limit} tokens (the model's context), got {len(prompt)}")
         max_tokens = min(params.max_tokens, limit - len(prompt))
         request = Request(list(prompt), params, max_tokens, Completion(self._next_id))
+        if self.rule == "ratio" and self.drafter is not None and request.seed in self._seeds:
+            raise ValueError(
+                f"seed: {request.seed} belongs to another unfinished request; under rule 'ratio' each needs its own, "
+                "or a policy could learn about one's draft from the other's"
+            )
         if self._pages_needed(request) > self._pool.num_pages:
             raise ValueError(
                 f"prompt: {len(prompt)} tokens and {max_tokens} to emit need {self._pages_needed(request)} pages of "
                 f"{self.page_size}, and the cache has {self._pool.num_pages}"
             )
         self._next_id += 1
+        self._seeds.add(request.seed)
         self._waiting.append(request)
         return request.completion
 
     def _pages_needed(self, request: Request) -> int:
-        return -(-(len(request.prompt) + request.max_tokens + self.draft_len) // self.page_size)
+        look_ahead = self.drafter.block_size if self.drafter is not None else 0
+        return pages_for(len(request.prompt) + request.max_tokens + look_ahead, self.page_size)
 
     @property
     def unfinished(self) -> bool:
@@ -325,6 +335,7 @@ class Decoder:
                 running.append(request)
             else:
                 self._pool.free(request.pages)
+                self._seeds.discard(request.seed)
         self._batch = self._tensors(running) if running else None
 
     def _tensors(self, requests: list[Request]) -> _Batch:
@@ -335,7 +346,7 @@ class Decoder:
         last = [(r.completion.token_ids or r.prompt)[-1] for r in requests]
         return _Batch(
             requests=requests,
-            sampling=batch_sampling([r.params for r in requests], device),
+            sampling=batch_sampling([r.params for r in requests], [r.seed for r in requests], device),
             block_table=torch.tensor(table, device=device),
             context_len=torch.tensor(context, device=device),
             anchor=torch.tensor(last, device=device),
@@ -368,14 +379,14 @@ def measure_cost(
     if context_len + max_rows > limit:
         raise ValueError(f"context_len + max_rows: expected at most {limit}, got {context_len} + {max_rows}")
     page_size = 16
-    pages = -(-(context_len + max_rows) // page_size)
+    pages = pages_for(context_len + max_rows, page_size)
     cache = target.new_cache(pages, page_size)
     drafting = None if drafter is None else _Context(drafter, drafter.new_cache(pages, page_size))
     layers = drafter.feature_layers if drafter is not None else ()
     table = torch.arange(pages, device=target.device)[None]
     context = torch.tensor([context_len], device=target.device)
     anchor = torch.zeros_like(context)
-    greedy = batch_sampling([SamplingParams(temperature=0)], target.device)
+    greedy = batch_sampling([SamplingParams(temperature=0)], [0], target.device)
 
     @torch.inference_mode()
     def run_round(n: int) -> None:

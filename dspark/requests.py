@@ -22,7 +22,8 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0 is off.
         top_p: keep the smallest set of tokens with at least this probability; 1 is off.
         min_p: keep tokens with at least this fraction of the largest probability; 0 is off.
-        seed: 64-bit key of the request's random numbers.
+        seed: 64-bit key of the request's random numbers; None is a key of its own for each request of a decoder, the
+            same in every run.
         max_tokens: most tokens to emit.
         stop_token_ids: emitting one of these ends the request; it is the last token of the output.
 
@@ -34,7 +35,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0
+    seed: int | None = None
     max_tokens: int = 128
     stop_token_ids: tuple[int, ...] = ()
 
@@ -44,7 +45,7 @@ class SamplingParams:
             "top_k": self.top_k >= 0,
             "top_p": 0 < self.top_p <= 1,
             "min_p": 0 <= self.min_p <= 1,
-            "seed": -(2**63) <= self.seed < 2**63,
+            "seed": self.seed is None or -(2**63) <= self.seed < 2**63,
             "max_tokens": self.max_tokens >= 1,
         }
         for name, within in ranges.items():
@@ -105,6 +106,11 @@ class Request:
     pages: list[int] = field(default_factory=list)
 
     @property
+    def seed(self) -> int:
+        """The key of its random numbers."""
+        return -1 - self.completion.request_id if self.params.seed is None else self.params.seed
+
+    @property
     def remaining(self) -> int:
         """Tokens that it may still emit."""
         return self.max_tokens - len(self.completion.token_ids)
@@ -133,14 +139,16 @@ class Request:
         return Output(done.request_id, kept, done.finish_reason)
 
 
-def batch_sampling(params: Sequence[SamplingParams], device: torch.device | str = "cpu") -> Sampling:
-    """Collect requests' parameters into the tensors that ops take."""
+def batch_sampling(
+    params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device | str = "cpu"
+) -> Sampling:
+    """Collect parameters and seeds of requests into the tensors that ops take."""
     return Sampling(
         temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
         top_k=torch.tensor([p.top_k for p in params], device=device),
         top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
         min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
-        seed=torch.tensor([p.seed for p in params], device=device),
+        seed=torch.tensor(seeds, device=device),
         all_greedy=all(p.temperature == 0 for p in params),
         any_truncation=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
     )

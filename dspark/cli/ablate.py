@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -62,6 +63,9 @@ def ablate(
         rows = run_ablation(pair, guesser, plan, profile, lambda name: bar.update(task, advance=1, description=name))
     console.print(table(rows))
     write_json(out, rows)
+    if find_spec("matplotlib") is None:
+        console.print(f'wrote {out}; for a picture, too: pip install "dspark[plot]"')
+        return
     picture = out.with_suffix(".png")
     write_picture(picture, rows)
     console.print(f"wrote {out} and {picture}")

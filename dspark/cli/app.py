@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import typer
@@ -13,15 +12,10 @@ from typer.main import get_command
 COMMANDS = {
     "generate": "Continue a prompt, or each line of a file, and stream the text.",
     "ablate": "Compare policies, rules and temperatures against plain decoding.",
-    "train": "Train the tiny target or its drafter.",
+    "train": "Train the tiny pair from this machine's Python standard library.",
     "doctor": "Show versions, devices, extras, and which backend each op takes.",
 }
 """Subcommand -> one line of help. Each lives in the module of its name here, as a Typer application named ``app``."""
-
-
-def available() -> dict[str, str]:
-    """The commands whose module is there."""
-    return {name: line for name, line in COMMANDS.items() if find_spec(f"dspark.cli.{name}") is not None}
 
 
 class LazyGroup(TyperGroup):
@@ -29,7 +23,7 @@ class LazyGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Put the real command in the place of its stub before the ordinary look-up."""
-        if args and args[0] in available():
+        if args and args[0] in COMMANDS:
             module = import_module(f"dspark.cli.{args[0]}")
             self.commands[args[0]] = get_command(module.app)
         return super().resolve_command(ctx, args)
@@ -46,10 +40,5 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _name, _line in available().items():
+for _name, _line in COMMANDS.items():
     app.command(_name, help=_line)(_stub)
-
-
-@app.callback()
-def _root() -> None:
-    """Keeps the program a group while it has a single subcommand."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dspark.models.cache import query_batch
+from dspark.models.cache import pages_for, query_batch
 from dspark.models.target import Target
 from dspark.ops.philox import gumbel
 from dspark.ops.sample import transform
@@ -26,7 +26,7 @@ def replay_logits(target: Target, prompt: Sequence[int], token_ids: Sequence[int
     """The target's logits ``[n, V]`` at each of the ``n`` emitted tokens, from one pass over the whole text."""
     page_size = 16
     text = [*prompt, *token_ids[:-1]]
-    pages = -(-len(text) // page_size)
+    pages = pages_for(len(text), page_size)
     table = torch.arange(pages, device=target.device)[None]
     rows = query_batch(table, torch.zeros(1, dtype=torch.int64, device=target.device), [len(text)], page_size)
     tokens = torch.tensor(text, device=target.device)
@@ -64,7 +64,7 @@ def _score_gap(
     """How far apart the scores of two candidate tokens were: logits when greedy, else perturbed log-probabilities."""
     scores = replay_logits(target, prompt, ours)[-1:].float()
     if sampling.temperature > 0:
-        batch = batch_sampling([sampling], target.device)
+        batch = batch_sampling([sampling], [sampling.seed or 0], target.device)
         scores = transform(scores, batch, torch.zeros(1, dtype=torch.int64, device=target.device))
         position = torch.tensor([len(prompt) + len(ours) - 1], device=target.device)
         scores = scores + gumbel(batch.seed, position, scores.shape[1], Stream.TARGET)
@@ -84,7 +84,7 @@ def is_lossless_by_law(
         count = len(output.token_ids)
         logits = replay_logits(target, prompt, output.token_ids)
         request = torch.zeros(count, dtype=torch.int64, device=target.device)
-        p = transform(logits, batch_sampling([sampling], target.device), request).softmax(-1)
+        p = transform(logits, batch_sampling([sampling], [0], target.device), request).softmax(-1)
         uniforms = torch.rand(count, generator=generator).to(target.device)
         values.append(probability_integral(p, torch.tensor(output.token_ids, device=target.device), uniforms))
     return uniformity_p_value(torch.cat(values)) > _P_VALUE

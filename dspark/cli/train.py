@@ -8,12 +8,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from dspark.models.loading import load_target
+from dspark.cli.evaluate import evaluate
+from dspark.decode import Decoder, SamplingParams
+from dspark.models.loading import load_drafter, load_target
 from dspark.models.tiny import load_tokenizer
-from dspark.models.training.corpus import END_OF_TEXT, MASK, documents, special_id, token_stream, train_tokenizer
+from dspark.models.training.corpus import END_OF_TEXT, MASK, crops, documents, special_id, token_stream, train_tokenizer
 from dspark.models.training.drafter import TINY_DRAFTER_SHAPE, DrafterTraining, new_drafter, train_drafter
 from dspark.models.training.export import save_drafter, save_target
 from dspark.models.training.loop import StepLog, Training, initialise
@@ -47,10 +50,34 @@ def target(out: Out = Path("runs/tiny"), steps: Steps = Training.steps, seed: Se
 
 
 @app.command()
+def rollouts(
+    out: Out = Path("runs/tiny"),
+    count: Annotated[int, typer.Option(help="Texts to write.", min=1)] = 1536,
+    new_tokens: Annotated[int, typer.Option(help="Tokens in each, after a prompt of 96.", min=1)] = 160,
+    seed: Seed = DrafterTraining.seed,
+) -> None:
+    """Let the target continue training texts, half greedily, half at temperature 1: what the drafter learns from."""
+    model = load_target(out / "target")
+    tokenizer = load_tokenizer(out / "target")
+    stream = token_stream(tokenizer, [d for d in documents() if not d.held_out], seed)
+    prompts = crops(stream, count, 96, (seed,)).tolist()
+    params = [SamplingParams(temperature=float(i % 2), seed=seed + i, max_tokens=new_tokens) for i in range(count)]
+    decoder = Decoder(model, num_pages=64 * 17, max_batch=64)
+    completions = [decoder.add_request(p, s) for p, s in zip(prompts, params, strict=True)]
+    with Progress() as progress:
+        task = progress.add_task("rollouts", total=count)
+        for output in decoder.stream():
+            progress.update(task, advance=output.finish_reason is not None)
+    texts = [p + c.token_ids for p, c in zip(prompts, completions, strict=True)]
+    np.save(out / "rollouts.npy", np.concatenate(texts).astype(np.uint16))
+
+
+@app.command()
 def drafter(
     out: Out = Path("runs/tiny"), steps: Steps = DrafterTraining.steps, seed: Seed = DrafterTraining.seed
 ) -> None:
-    """Train the DSpark drafter for the target in OUT/target, and pick the held-out prompts."""
+    """Train the DSpark drafter for the target in OUT/target on its rollouts and the training files, half and half, and
+    pick the held-out prompts."""
     frozen = load_target(out / "target").network
     tokenizer = load_tokenizer(out / "target")
     docs = list(documents())
@@ -58,7 +85,12 @@ def drafter(
     config = dataclasses.replace(TINY_DRAFTER_SHAPE, mask_token_id=special_id(tokenizer, MASK))
     network = new_drafter(config, frozen, seed)
     training = DrafterTraining(steps=steps, seed=seed)
-    _run(train_drafter(network, frozen, stream, out / "drafter.pt", training), training, out, "drafter")
+    _run(
+        train_drafter(network, frozen, [stream, np.load(out / "rollouts.npy")], out / "drafter.pt", training),
+        training,
+        out,
+        "drafter",
+    )
     save_drafter(network, out / "drafter")
     write_prompts(out / "prompts.jsonl", openings(docs, tokenizer, per_domain=12))
 
@@ -74,3 +106,18 @@ def _run(logs: Iterable[StepLog], training: Training, out: Path, name: str) -> N
                 file.write(json.dumps(dataclasses.asdict(log)) + "\n")
                 file.flush()
     typer.echo(f"{name}: done after {training.steps} steps, in {out / name}")
+
+
+@app.command()
+def report(
+    out: Out = Path("runs/tiny"),
+    prompts: Annotated[int, typer.Option(help="Held-out texts to continue, of each domain.", min=1)] = 48,
+) -> None:
+    """Measure the pair in OUT on held-out files, and write the figures of its model card to OUT/evaluation.json."""
+    model = load_target(out / "target")
+    guesser = load_drafter(out / "drafter", model)
+    held_out = [d for d in documents() if d.held_out]
+    result = evaluate(model, guesser, load_tokenizer(out / "target"), held_out, prompts)
+    text = json.dumps(result, indent=1)
+    (out / "evaluation.json").write_text(text + "\n")
+    typer.echo(text)

@@ -46,6 +46,11 @@ class PagedCache:
         return self.layers[0].page_size
 
 
+def pages_for(tokens: int, page_size: int) -> int:
+    """How many pages hold ``tokens`` tokens."""
+    return -(-tokens // page_size)
+
+
 class PagePool:
     """Free pages, on the host. A request that cannot have its pages gets none, and waits."""
 

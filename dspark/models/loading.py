@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from dspark.models.config import ARCHITECTURES, ModelConfig, token_ids
-from dspark.models.drafter import DrafterConfig, DSparkDrafter, DSparkNetwork
+from dspark.models.draft_network import DrafterConfig, DSparkNetwork
+from dspark.models.drafter import DSparkDrafter
 from dspark.models.target import Target
 from dspark.models.transformer import CausalLM
 

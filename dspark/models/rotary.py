@@ -28,14 +28,16 @@ def rope_frequencies(rope: Mapping[str, Any], dim: int) -> tuple[Tensor, float]:
     if rope_type not in ROPE_TYPES:
         raise ValueError(f"unsupported rope_type {rope_type!r}; supported: {', '.join(ROPE_TYPES)}")
     # On the CPU even when a network is built on the meta device: this is no parameter that a checkpoint fills later.
+    # Operations are in transformers' order: an ulp of a frequency is 1e-3 radians at position 16,000.
     exponent = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
-    frequency = 1.0 / float(rope["rope_theta"]) ** exponent
+    period = float(rope["rope_theta"]) ** exponent
+    frequency = 1.0 / period
     if rope_type == "linear":
         return frequency / _number(rope, "factor"), 1.0
     if rope_type == "llama3":
         return _llama3(rope, frequency), 1.0
     if rope_type == "yarn":
-        return _yarn(rope, frequency, dim)
+        return _yarn(rope, period, dim)
     return frequency, 1.0
 
 
@@ -43,12 +45,12 @@ def _llama3(rope: Mapping[str, Any], frequency: Tensor) -> Tensor:
     """Llama 3.1: divide low frequencies by a factor, keep high ones, interpolate between."""
     factor, original = _number(rope, "factor"), _number(rope, "original_max_position_embeddings")
     low, high = _number(rope, "low_freq_factor"), _number(rope, "high_freq_factor")
-    turns = original * frequency / (2 * math.pi)
+    turns = original / (2 * math.pi / frequency)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * frequency / factor + kept * frequency
 
 
-def _yarn(rope: Mapping[str, Any], frequency: Tensor, dim: int) -> tuple[Tensor, float]:
+def _yarn(rope: Mapping[str, Any], period: Tensor, dim: int) -> tuple[Tensor, float]:
     """YaRN (Peng et al., arXiv 2309.00071): interpolate the dimensions that turn slowly; scale attention."""
     factor, original = _number(rope, "factor"), _number(rope, "original_max_position_embeddings")
     base = float(rope["rope_theta"])
@@ -62,8 +64,8 @@ def _yarn(rope: Mapping[str, Any], frequency: Tensor, dim: int) -> tuple[Tensor,
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001
-    interpolated = ((torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
-    scaled = frequency / factor * interpolated + frequency * (1 - interpolated)
+    kept = 1 - ((torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
+    scaled = 1.0 / (factor * period) * (1 - kept) + 1.0 / period * kept
 
     scale = rope.get("attention_factor")
     if scale is None:

@@ -50,9 +50,9 @@ def append_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor, *, backend: Back
     # does, all of them rewrite slot 0 with what is already there.
     first = written.int().argmax()
     row = torch.where(written, torch.arange(k.shape[0], device=k.device), first)
-    slot = slots[row]
+    slot = slots.index_select(0, row)
     keeps_old = (slot < 0)[:, None, None]
     slot = slot.clamp(min=0).long()
     page, offset = slot // kv.page_size, slot % kv.page_size
     for new, pages in ((k, kv.k), (v, kv.v)):
-        pages[page, offset] = torch.where(keeps_old, pages[0, 0], new[row].to(pages.dtype))
+        pages[page, offset] = torch.where(keeps_old, pages[0, 0], new.index_select(0, row).to(pages.dtype))

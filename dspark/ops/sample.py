@@ -36,7 +36,7 @@ def sample(
         logits: ``[T, V]`` float32, float16 or bfloat16.
         sampling: parameters of ``R`` requests. With ``all_greedy`` no noise is computed.
         position: ``[T]`` int64, absolute position of the token being drawn.
-        request: ``[T]`` int64, each row's request; -1 is a padded row. None: row ``t`` is request ``t``.
+        request: ``[T]`` int64, each row's request; negative (-1) is a padded row. None: row ``t`` is request ``t``.
         stream: what the noise is for.
         salt: ``[T]`` int64 or None, see :mod:`dspark.ops.philox`.
 
@@ -145,6 +145,7 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     """
     cumulative = probs.cumsum(-1)
     total = cumulative[..., -1:]
+    # A parallel scan may round so that its sums are not monotone: a token of probability 0 is never the answer.
     beyond = (cumulative > u.unsqueeze(-1) * total) & (probs > 0)
     return torch.where(total.squeeze(-1) > 0, beyond.int().argmax(-1), -1)
 

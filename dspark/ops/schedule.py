@@ -110,7 +110,8 @@ def _check(
                 f"got {list(steps_per_second.shape)}"
             )
     if (budget is not None) != (mode == "budget"):
-        raise ValueError(f'budget: expected with mode "budget" and with no other, got {budget} with mode "{mode}"')
+        came = "None" if budget is None else "a budget"
+        raise ValueError(f'budget: expected with mode "budget" and with no other, got {came} with mode "{mode}"')
     if budget is not None:
         check_shape("budget", budget, "", sizes)
         check_dtype("budget", budget, INT_DTYPES)

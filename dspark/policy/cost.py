@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import time
@@ -15,7 +16,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class CostProfile:
-    """Seconds per round at some numbers of verified rows; linear in between, extrapolated by the last slope.
+    """Seconds per round at some numbers of verified rows; linear in between, level below the first, and extrapolated by
+    the last slope.
 
     Attributes:
         rows: increasing numbers of rows (anchors included).
@@ -62,6 +64,7 @@ class CostProfile:
             seconds.append(floor)
         return cls(tuple(rows), tuple(seconds))
 
+    @functools.lru_cache(maxsize=16)  # noqa: B019 (a profile is a few numbers, and policies keep it anyway)
     def steps_per_second(self, max_rows: int, device: torch.device | str = "cpu") -> Tensor:
         """The curve as a table ``[max_rows + 1]`` float64 indexed by the number of rows; entry 0 repeats entry 1."""
         n = torch.arange(max_rows + 1, dtype=torch.float64, device=device).clamp(min=1)
@@ -88,5 +91,5 @@ class CostProfile:
         try:
             data = json.loads(Path(path).read_text())
             return cls(tuple(int(n) for n in data["rows"]), tuple(float(s) for s in data["seconds"]))
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: not a cost profile (expected JSON with rows and seconds): {error!r}") from error

@@ -5,7 +5,8 @@ that it chose are verified, and so on over rounds until every request has ended;
 others take their place. Every case is followed with its probability and with its own copy of the policy, memory
 included. A rule and a policy are lossless when the law found is that of plain decoding:
 
->>> from dspark.policy.fixed import FixedK
+>>> from dspark.policy import FixedK
+>>> from dspark.testing import RatioToy, ToyRequest
 >>> toy = ToyRequest(target=lambda tokens: (0.7, 0.3), drafter=lambda tokens: (0.5, 0.5), max_tokens=3)
 >>> law = exact_law([toy], RatioToy(), FixedK(2), draft_len=2)
 >>> total_variation(law, plain_law([toy])) < 1e-12
@@ -23,20 +24,7 @@ from dataclasses import dataclass
 
 from dspark.policy.protocol import VerifyPolicy
 from dspark.testing.branches import Branches, CopiedPolicy, Replay, ReplayedPolicy, Seen
-from dspark.testing.rules import CoupledToy, Noise, RatioToy, Realisation, Tokens, ToyRequest, ToyRule, stepwise
-
-__all__ = [
-    "CoupledToy",
-    "JointLaw",
-    "RatioToy",
-    "ToyRequest",
-    "ToyRule",
-    "exact_law",
-    "marginal",
-    "plain_law",
-    "stepwise",
-    "total_variation",
-]
+from dspark.testing.rules import Noise, Realisation, Tokens, ToyRequest, ToyRule
 
 JointLaw = dict[tuple[Tokens, ...], float]
 """Emitted tokens of each request -> probability."""
@@ -52,15 +40,15 @@ def exact_law(
     length: int | None = None,
     max_batch: int | None = None,
 ) -> JointLaw:
-    """The joint law of what the requests emit.
+    """The joint law of what the requests emit, each with random numbers of its own (as under different seeds).
 
     Args:
         requests: one or a few; their models' vocabulary and ``draft_len`` should be tiny (4 and 3, say).
-        rule: :class:`RatioToy`, :class:`CoupledToy` or another.
+        rule: :class:`~dspark.testing.rules.RatioToy`, :class:`~dspark.testing.rules.CoupledToy` or another.
         policy: as handed to the decoder. It is copied, and the original left alone. A request's id is its index.
         draft_len: drafts per round, G.
         replay: instead of ``policy``: makes one from the accepted lengths that full verification would give under the
-            same random numbers, the current round's included. ``Oracle`` is such a maker.
+            same random numbers, the current round's included. ``Oracle`` is such a maker. It has to be deterministic.
         length: keep the first so many tokens of each request only, and stop when they are there; None keeps all.
         max_batch: most requests that run at once, the first unfinished ones; None is all.
 

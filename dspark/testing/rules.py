@@ -227,8 +227,8 @@ class CoupledToy:
 def coupled_table(vocab_size: int, draft_len: int) -> list[Tokens]:
     """What ``accept(rule="coupled")`` emits for every block of drafts and every sample of each target row.
 
-    One batch holds all ``V^(2G + 1)`` cases; a case's digits in base ``V`` are its drafts, then the samples of rows
-    0..G. A target row has all its mass on its sample.
+    One batch holds all ``V^(2G + 1)`` cases, in order; a case's digits in base ``V`` are its drafts, then the samples
+    of rows 0..G. A target row has all its mass on its sample.
     """
     width = 2 * draft_len + 1
     cases = torch.cartesian_prod(*[torch.arange(vocab_size)] * width).reshape(-1, width)

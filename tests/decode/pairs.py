@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from dspark.models import DrafterConfig, DSparkDrafter, ModelConfig, Target, load_drafter, load_target
-from dspark.models.drafter import DSparkNetwork
+from dspark.models.draft_network import DSparkNetwork
 from dspark.models.transformer import CausalLM
 from dspark.policy import CostProfile
 

@@ -259,6 +259,25 @@ def test_sampling_parameters_out_of_range(options: dict[str, Any]) -> None:
         SamplingParams(**options)
 
 
+def test_p20_seeds_are_apart_unless_given() -> None:
+    params = SamplingParams(temperature=1.5, max_tokens=24)
+    first, second = decoder().generate([[5], [5]], params)
+    assert first.token_ids != second.token_ids
+    again = decoder().generate([[5], [5]], params)
+    assert [c.token_ids for c in again] == [first.token_ids, second.token_ids]
+
+
+def test_p01_ratio_refuses_a_seed_twice() -> None:
+    params = SamplingParams(seed=3, max_tokens=4)
+    running = decoder(rule="ratio")
+    running.add_request([5], params)
+    with pytest.raises(ValueError, match="seed: 3 belongs to another unfinished request"):
+        running.add_request([6], params)
+    list(running.stream())
+    running.add_request([6], params)
+    decoder(rule="coupled").generate([[5], [6]], params)
+
+
 def test_as_many_sampling_parameters_as_prompts() -> None:
     with pytest.raises(ValueError, match="sampling: expected one for each of 2 prompts, got 1"):
         decoder().generate([[5], [6]], [GREEDY])

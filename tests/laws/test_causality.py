@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dspark.ops.schedule import schedule_prefix
 from dspark.policy import ConfidenceScheduled, CostProfile, FixedK, Oracle, Outcome, Signals, VerifyPolicy
-from dspark.testing.causality import Turn, assert_non_anticipating, find_anticipation, random_history
+from dspark.testing import Turn, assert_non_anticipating, find_anticipation, random_history
 from tests.laws.toys import CURVES
 
 SHIPPED: dict[str, Callable[[], VerifyPolicy]] = {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dspark.ops.schedule import schedule_prefix
 from dspark.policy import ConfidenceScheduled, CostProfile, FixedK, Oracle, Signals, VerifyPolicy, scheduled
-from dspark.testing.law import (
+from dspark.testing import (
     CoupledToy,
     JointLaw,
     RatioToy,
@@ -37,7 +37,7 @@ RULES: dict[str, ToyRule] = {
 }
 FIXED: dict[str, VerifyPolicy] = {f"fixed {k}": FixedK(k) for k in range(4)}
 SCHEDULED: dict[str, VerifyPolicy] = {
-    f"scheduled {name} lag {lag}": ConfidenceScheduled(curve, lag)
+    f"scheduled {name} lag {lag}": ConfidenceScheduled(curve, lag)  # type: ignore[arg-type]
     for (name, curve), lag in itertools.product(CURVES.items(), (0, 2))
 }
 POLICIES = {**FIXED, **SCHEDULED, "oracle": None}
@@ -125,7 +125,7 @@ def test_the_scheduler_has_choices_to_make(policy: str, modes: set[str], monkeyp
     planned = defaultdict(set)
 
     def spy(*args: Any, mode: str, **kwargs: Any) -> torch.Tensor:
-        lengths = schedule_prefix(*args, mode=mode, **kwargs)
+        lengths = schedule_prefix(*args, mode=mode, **kwargs)  # type: ignore[arg-type]
         planned[mode].add(tuple(lengths.tolist()))
         return lengths
 

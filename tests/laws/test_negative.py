@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dspark.ops.schedule import schedule_prefix
 from dspark.policy import ConfidenceScheduled, CostProfile, FixedK, Oracle, Outcome, Signals
-from dspark.testing.law import (
+from dspark.testing import (
     CoupledToy,
     JointLaw,
     RatioToy,

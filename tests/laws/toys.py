@@ -10,7 +10,7 @@ from torch import Tensor
 from dspark.ops.sample import transform
 from dspark.policy import CostProfile
 from dspark.requests import SamplingParams, batch_sampling
-from dspark.testing.law import ToyRequest, stepwise
+from dspark.testing import ToyRequest, stepwise
 
 Model = Callable[[tuple[int, ...]], tuple[float, ...]]
 

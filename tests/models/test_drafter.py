@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dspark.models import Drafter, DrafterConfig, DSparkDrafter, ModelConfig, PagedCache, query_batch
-from dspark.models.drafter import DSparkNetwork
+from dspark.models.draft_network import DSparkNetwork
 from dspark.ops.types import GatedHead, MarkovHead, QueryBatch, RNNHead, Sampling, Stream
 from tests.models.helpers import poison, scattered_table
 from tests.tolerances import LOGITS

@@ -23,6 +23,9 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn_factor": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "attention_factor": 0.7},
     "yarn_mscale": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.2},
     "yarn_smooth": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False},
+    "yarn_wide": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 4096},
+    "yarn_ratio": {"rope_type": "yarn", "rope_theta": 1e4, "factor": None, "original_max_position_embeddings": 256},
+    "yarn_shrunk": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 0.5, "original_max_position_embeddings": 64},
     "yarn_narrow": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 4},
 }
 
@@ -48,7 +51,7 @@ def test_frequencies_and_scale_match_transformers(name: str, head_dim: int) -> N
     theirs_config, config = make(ROPES[name], head_dim)
     theirs = Qwen3RotaryEmbedding(theirs_config)
     frequency, scale = rope_frequencies(config.rope, head_dim)
-    torch.testing.assert_close(frequency, theirs.inv_freq, rtol=2e-6, atol=0)
+    torch.testing.assert_close(frequency, theirs.inv_freq, rtol=0, atol=0)
     assert scale == pytest.approx(theirs.attention_scaling, rel=1e-12)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dspark.models import DrafterConfig, DSparkDrafter, ModelConfig, Target, load_drafter, load_target, query_batch
-from dspark.models.drafter import DSparkNetwork
+from dspark.models.draft_network import DSparkNetwork
 from dspark.models.training.corpus import (
     END_OF_TEXT,
     Document,
@@ -86,7 +86,7 @@ def test_target_learns(stream: np.ndarray, trained: CausalLM) -> None:
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn", "none"])
 def test_drafter_learns_what_its_target_says(head: str, stream: np.ndarray, trained: CausalLM, tmp_path: Path) -> None:
     network = new_drafter(drafter_config(head), trained, seed=1)
-    logs = list(train_drafter(network, trained, stream, tmp_path / "drafter.pt", DRAFTER_RUN))
+    logs = list(train_drafter(network, trained, [stream, stream[::-1].copy()], tmp_path / "drafter.pt", DRAFTER_RUN))
     first, last = (np.mean([log.loss for log in part]) for part in (logs[:5], logs[-5:]))
     assert last < 0.9 * first
     assert np.mean(logs[-1].acceptance) > np.mean(logs[0].acceptance)

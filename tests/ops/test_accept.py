@@ -276,6 +276,27 @@ def test_padded_requests_and_rows_emit_nothing() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
+def test_a_padded_request_before_poisoned_rows(rule: Rule) -> None:
+    batch = make_batch([2, 0], make_sampling([1.0, 1.0]), rule=rule)
+    poisoned = replace(
+        batch,
+        logits=torch.cat([batch.logits, torch.full((3, 11), NAN)]),
+        tokens=torch.cat([batch.tokens, torch.full((3,), -1)]),
+    )
+    assert_same(poisoned.accept(rule), batch.accept(rule))
+    assert poisoned.accept(rule).status.tolist() == [Status.OK] * 2
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rows_past_max_query_len_are_ignored(rule: Rule) -> None:
+    batch = make_batch([6] * 10, make_sampling([1.0] * 10, seed=list(range(10))), rule=rule)
+    keep = torch.arange(6).repeat(10) < 2
+    short = replace(batch, logits=batch.logits[keep], tokens=batch.tokens[keep], lengths=[2] * 10)
+    assert batch.accept(rule).num_emitted.max() > 2
+    assert_same(batch.accept(rule, max_query_len=2), short.accept(rule))
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_no_rows_and_no_requests(rule: Rule) -> None:
     none = torch.empty(0, dtype=torch.int64)
     draft_logits = torch.zeros(2, 2, 5) if rule == "ratio" else None
@@ -441,6 +462,20 @@ def test_p02_warped_drafter_keeps_the_targets_law() -> None:
     assert chi_square_pvalue(noise_rows(target, scores, drafts, seed, position).tokens[:, 0], p) > CHI_SQUARE
     # The fault: q as it was before the drafter's transforms.
     assert chi_square_pvalue(noise_rows(target, draft[0], drafts, seed, position).tokens[:, 0], p) < 1e-100
+
+
+def test_p03_q_is_the_tensor_that_was_sampled_from() -> None:
+    # With q = p bit for bit every ratio is 1; any other rounding or transform of q would reject some of these.
+    num_requests, draft_len, vocab_size = 200, 6, 11
+    sampling = make_sampling([0.8] * num_requests, 7, 0.95, seed=list(range(num_requests)))
+    request = torch.arange(num_requests).repeat_interleave(draft_len)
+    batch = make_batch([draft_len] * num_requests, sampling, vocab_size=vocab_size)
+    drawn_at = batch.position[request] + torch.arange(draft_len).repeat(num_requests) + 1
+    drafts = sample(batch.logits, sampling, drawn_at, request=request, stream=Stream.DRAFT)
+    tokens = drafts.view(num_requests, draft_len).roll(1, 1).flatten()
+    scores = transform(batch.logits, sampling, request).view(num_requests, draft_len, vocab_size)
+    verdict = replace(batch, tokens=tokens, draft_logits=scores).accept("ratio")
+    assert (verdict.num_emitted == draft_len).all()
 
 
 def test_p03_draft_scores_of_another_dtype_are_refused() -> None:

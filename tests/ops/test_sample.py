@@ -152,13 +152,21 @@ def test_truncate_off_and_greedy_rows_keep_all() -> None:
 
 
 @pytest.mark.parametrize(
-    "parameters", [{"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}, {"top_k": 1, "top_p": 0.0, "min_p": 1.0}]
+    "parameters",
+    [{"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}, {"min_p": 2.0}, {"top_k": 1, "top_p": 0.0, "min_p": 1.0}],
 )
 def test_the_largest_score_always_survives(parameters: dict[str, float]) -> None:
     logits = randn(8, 30)
     scores = transform(logits, make_sampling([0.7] * 8, **parameters))  # type: ignore[arg-type]
     assert torch.equal((scores > -INF).sum(-1), torch.ones(8, dtype=torch.int64))
     assert torch.equal(scores.argmax(-1), logits.argmax(-1))
+
+
+def test_a_warper_that_is_off_cuts_nothing() -> None:
+    # In float32 the first token's mass is 1 exactly; its neighbours stay all the same.
+    logits = torch.tensor([[0.0, -40.0, -50.0, -60.0], [0.0, -40.0, -50.0, -60.0]])
+    scores = transform(logits, make_sampling([1.0, 1.0], [0, 3]))
+    assert (scores > -INF).tolist() == [[True] * 4, [True, True, True, False]]
 
 
 def test_greedy_rows_are_one_hot_at_the_first_largest_logit() -> None:
@@ -260,7 +268,7 @@ def test_a_score_that_overflows_is_a_bad_row() -> None:
 def test_p07_padded_rows_give_minus_one(temperature: float) -> None:
     logits, position = randn(4, 20), torch.tensor([3, -1, 4, -1])
     sampling = make_sampling([temperature] * 2, 5, seed=[1, 2])
-    tokens = sample(logits, sampling, position, request=torch.tensor([1, -1, 0, -1]))
+    tokens = sample(logits, sampling, position, request=torch.tensor([1, -1, 0, -7]))
     assert tokens[[1, 3]].tolist() == [-1, -1]
     alone = sample(logits[[0, 2]], sampling, position[[0, 2]], request=torch.tensor([1, 0]))
     assert torch.equal(tokens[[0, 2]], alone)

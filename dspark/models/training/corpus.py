@@ -110,7 +110,7 @@ def special_id(tokenizer: Tokenizer, token: str) -> int:
     return found
 
 
-def crops(stream: np.ndarray, batch: int, length: int, seed: tuple[int, int]) -> np.ndarray:
+def crops(stream: np.ndarray, batch: int, length: int, seed: tuple[int, ...]) -> np.ndarray:
     """Draw ``batch`` random windows ``[batch, length]`` (int64); a pure function of ``seed``, so runs can resume."""
     starts = np.random.default_rng(seed).integers(0, len(stream) - length, size=batch)
     return np.stack([stream[s : s + length] for s in starts]).astype(np.int64)

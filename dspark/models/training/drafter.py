@@ -7,7 +7,7 @@ sequential head is teacher-forced. Targets are the frozen model's own distributi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dspark.models.drafter import DrafterConfig, DSparkNetwork
+from dspark.models.draft_network import DrafterConfig, DSparkNetwork
 from dspark.models.training.corpus import crops
 from dspark.models.training.loop import Losses, StepLog, Training, initialise, run_training
 from dspark.models.training.target import TINY_TARGET_SHAPE, causal_attend
@@ -47,7 +47,7 @@ class DrafterTraining(Training):
             confidence loss.
     """
 
-    steps: int = 2400
+    steps: int = 3200
     peak_rate: float = 1.5e-3
     weight_decay: float = 0.05
     seed: int = 1
@@ -157,15 +157,19 @@ def _confidence_loss(
 
 
 def train_drafter(
-    network: DSparkNetwork, target: CausalLM, stream: np.ndarray, checkpoint: Path, t: DrafterTraining
+    network: DSparkNetwork, target: CausalLM, streams: Sequence[np.ndarray], checkpoint: Path, t: DrafterTraining
 ) -> Iterator[StepLog]:
-    """Train a drafter for a frozen target on ``stream [n]`` (uint16 token ids), yielding after every step; see
-    :func:`run_training`."""
+    """Train a drafter for a frozen target, yielding after every step; see :func:`run_training`.
+
+    Args:
+        streams: arrays ``[n]`` of uint16 token ids, each of which gives an equal part of every batch.
+    """
     last_anchor = t.length - network.config.block_size - 1
 
     def losses(step: int) -> Losses:
-        tokens = torch.from_numpy(crops(stream, t.batch, t.length, (t.seed, step)))
-        order = np.random.default_rng((t.seed, step, 1)).random((t.batch, last_anchor)).argsort(-1)
+        parts = [crops(s, t.batch // len(streams), t.length, (t.seed, step, i)) for i, s in enumerate(streams)]
+        tokens = torch.from_numpy(np.concatenate(parts))
+        order = np.random.default_rng((t.seed, step)).random((len(tokens), last_anchor)).argsort(-1)
         return block_losses(network, target, tokens, torch.from_numpy(order[:, : t.anchors]), t)
 
     return run_training(network, losses, t, checkpoint)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dspark.models.drafter import DSparkNetwork
+from dspark.models.draft_network import DSparkNetwork
 from dspark.models.transformer import CausalLM
 
 
