@@ -17,6 +17,7 @@ from dspark.models.cache import PagedCache, PagePool, pages_for, query_batch
 from dspark.models.drafter import Drafter
 from dspark.models.target import Target
 from dspark.ops.accept import accept
+from dspark.ops.ragged import row_index
 from dspark.ops.types import Draft, QueryBatch, Rule, Sampling, Status, Stream, Verdict
 from dspark.policy.cost import CostProfile
 from dspark.policy.fixed import FixedK
@@ -137,12 +138,12 @@ class Decoder:
                 model's context or into the cache, or (rule ``"ratio"``) a seed that another unfinished request has.
         """
         params = sampling or SamplingParams()
-        limit = self.target.config.max_position_embeddings
+        limit, vocab_size = self.target.config.max_position_embeddings, self.target.vocab_size
         if not prompt:
             raise ValueError("prompt: expected at least one token id, got none")
-        bad = next((t for t in prompt if not 0 <= t < self.target.config.vocab_size), None)
-        if bad is not None:
-            raise ValueError(f"prompt: expected token ids from 0 to {self.target.config.vocab_size - 1}, got {bad}")
+        for token in (min(prompt), max(prompt)):
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"prompt: expected token ids from 0 to {vocab_size - 1}, got {token}")
         if len(prompt) >= limit:
             raise ValueError(f"prompt: expected fewer than {limit} tokens (the model's context), got {len(prompt)}")
         max_tokens = min(params.max_tokens, limit - len(prompt))
@@ -209,30 +210,30 @@ class Decoder:
     @torch.inference_mode()
     def _admit(self) -> list[Output]:
         running = list(self._batch.requests) if self._batch is not None else []
-        outputs = []
-        while self._waiting and len(running) < self.max_batch:
+        admitted: list[Request] = []
+        while self._waiting and len(running) + len(admitted) < self.max_batch:
             pages = self._pool.allocate(self._pages_needed(self._waiting[0]))
             if pages is None:
                 break
-            request = self._waiting.popleft()
-            request.pages = pages
-            outputs.append(self._prefill(request))
-            running.append(request)
-        if outputs:
-            self._rebuild(running)
+            admitted.append(self._waiting.popleft())
+            admitted[-1].pages = pages
+        outputs = self._prefill(admitted) if admitted else []
+        if admitted:
+            self._rebuild(running + admitted)
         return outputs
 
-    def _prefill(self, request: Request) -> Output:
-        batch = self._tensors([request])
-        start = torch.zeros_like(batch.context_len)
-        rows = query_batch(batch.block_table, start, [len(request.prompt)], self.page_size)
-        tokens = torch.tensor(request.prompt, device=self.target.device)
+    def _prefill(self, requests: list[Request]) -> list[Output]:
+        batch = self._tensors(requests)
+        start, lengths = torch.zeros_like(batch.context_len), [len(r.prompt) for r in requests]
+        rows = query_batch(batch.block_table, start, lengths, self.page_size)
+        tokens = torch.tensor([t for r in requests for t in r.prompt], device=self.target.device)
         hidden, features = self.target.forward(tokens, rows, self._cache, self._feature_layers)
         if self._context is not None:
             self._context.extend(features, rows)
-        one = torch.tensor([0, 1], device=self.target.device)
-        verdict = self._accept(hidden[-1:], tokens[-1:], one, None, batch.sampling, start + len(request.prompt) - 1, 1)
-        return self._record([request], verdict, None)[0]
+        last = rows.query_start[1:] - 1
+        one_each = torch.arange(len(requests) + 1, device=self.target.device)
+        verdict = self._accept(hidden[last], tokens[last], one_each, None, batch.sampling, rows.positions[last], 1)
+        return self._record(requests, verdict, None)
 
     @torch.inference_mode()
     def _round(self, batch: _Batch) -> list[Output]:
@@ -241,7 +242,7 @@ class Decoder:
         counts = [n + 1 for n in lengths.tolist()]
         rows = query_batch(batch.block_table, batch.context_len, counts, self.page_size)
         proposed = batch.anchor[:, None] if draft is None else torch.cat([batch.anchor[:, None], draft.tokens], dim=1)
-        request, offset = _row_index(lengths + 1, sum(counts))
+        request, offset = row_index(rows.query_start, sum(counts))
         tokens = proposed[request, offset]  # [T]
 
         hidden, features = self.target.forward(tokens, rows, self._cache, self._feature_layers)
@@ -355,13 +356,6 @@ class Decoder:
 
 def _ids(batch: _Batch) -> tuple[int, ...]:
     return tuple(r.completion.request_id for r in batch.requests)
-
-
-def _row_index(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """For ``counts [R]`` rows per request: each row's request and its index within it, ``[T]`` each."""
-    request = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts, output_size=total)
-    start = counts.cumsum(0) - counts
-    return request, torch.arange(total, device=counts.device) - start[request]
 
 
 def measure_cost(

@@ -19,6 +19,7 @@ from torch import Tensor
 from dspark.ops.backend import resolve
 from dspark.ops.checks import FLOAT_DTYPES, check_dtype, check_sampling, check_shape
 from dspark.ops.philox import uniform
+from dspark.ops.ragged import row_index
 from dspark.ops.sample import inverse_cdf, sample, transform
 from dspark.ops.types import Backend, Rule, Sampling, Status, Stream, Verdict
 
@@ -75,14 +76,13 @@ def accept(
     if num_rows == 0 or num_requests == 0:
         return _nothing(num_requests, max_query_len, device)
 
-    row = torch.arange(num_rows, device=device)  # [T]
-    request = torch.searchsorted(query_start[1:].contiguous(), row, right=True).clamp(max=num_requests - 1)  # [T]
+    request, offset = row_index(query_start, num_rows)  # [T] each
     length = query_start.diff().clamp(max=max_query_len).unsqueeze(1)  # [R, 1]
     rows = (query_start[:-1, None] + node).clamp(max=num_rows - 1)  # [R, N], of the batch; past the length: any
     next_draft = torch.where(node + 1 < length, tokens[(rows + 1).clamp(max=num_rows - 1)], -1)  # [R, N]
 
     if rule == "coupled":
-        drawn_at = position[request] + (row - query_start[request]) + 1  # [T]
+        drawn_at = position[request] + offset + 1  # [T]
         drawn = sample(target_logits, sampling, drawn_at, request=request, backend="reference")[rows]  # [R, N]
         accepted = _leading((drawn == next_draft) & (drawn >= 0))
         last = drawn.gather(1, accepted)

@@ -18,6 +18,9 @@ GOLDEN_DRAFTERS = ("vanilla", "gated", "rnn", "dflash")
 STEEP = CostProfile(rows=(1, 4, 32), seconds=(1.0, 1.3, 6.0))
 """A cost curve under which the scheduler verifies some drafts and leaves others."""
 
+CROWDED = CostProfile(rows=(1, 2000), seconds=(1.0, 3.0))
+"""The same for some hundreds of requests."""
+
 
 @functools.cache
 def golden_target() -> Target:

@@ -15,7 +15,7 @@ from dspark.decode import Completion, Decoder, SamplingParams
 from dspark.models import Target
 from dspark.models.cache import query_batch
 from dspark.policy import ConfidenceScheduled, FixedK, Oracle, Outcome, Signals, VerifyPolicy
-from tests.decode.pairs import GOLDEN_DRAFTERS, STEEP, golden_drafter, golden_target, narrow_pair
+from tests.decode.pairs import CROWDED, GOLDEN_DRAFTERS, STEEP, golden_drafter, golden_target, narrow_pair
 
 
 class Erratic:
@@ -146,16 +146,18 @@ def exact_law(target: Target, prompt: list[int], length: int, temperature: float
     return law
 
 
-@pytest.mark.parametrize("policy", ["all", "scheduled", "scheduled, lag 2"])
-def test_ratio_output_has_the_plain_law(policy: str) -> None:
+@pytest.mark.parametrize(
+    "policy",
+    [FixedK(3), ConfidenceScheduled(CROWDED), ConfidenceScheduled(CROWDED, lag=2)],
+    ids=["all", "scheduled", "scheduled, lag 2"],
+)
+def test_ratio_output_has_the_plain_law(policy: VerifyPolicy) -> None:
     """Chi-square of four tokens, 256 outcomes, over 16,000 seeds; a bias of a few per cent in one token fails it."""
     vocab, length, seeds, temperature = 4, 4, 16_000, 0.9
     target, drafter = narrow_pair(vocab)
     expected = exact_law(target, [1, 2], length, temperature) * seeds
     params = [SamplingParams(temperature=temperature, seed=s, max_tokens=length) for s in range(seeds)]
-    decoder = Decoder(
-        target, drafter, POLICIES[policy](3), "ratio", num_pages=seeds // 8, page_size=16, max_batch=seeds // 8
-    )
+    decoder = Decoder(target, drafter, policy, "ratio", num_pages=500, page_size=16, max_batch=500)
     completions = decoder.generate([[1, 2]] * seeds, params)
     tokens = torch.tensor([c.token_ids for c in completions])
     assert tokens.shape == (seeds, length)

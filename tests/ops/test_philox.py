@@ -74,7 +74,7 @@ def test_equals_tritons_philox(tmp_path: Path) -> None:
         [sys.executable, str(script), str(source), str(destination)],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         check=True,
-        timeout=120,
+        timeout=300,
     )
     seed, block, position, stream, salt = address
     words = random_words(seed, position, stream & ONES, salt=salt, block=block)

@@ -47,7 +47,7 @@ class DrafterTraining(Training):
             confidence loss.
     """
 
-    steps: int = 3200
+    steps: int = 5200
     peak_rate: float = 1.5e-3
     weight_decay: float = 0.05
     seed: int = 1
