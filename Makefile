@@ -8,7 +8,7 @@ DEMO_ARGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --maxprocesses 8
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 .PHONY: help demo test test-full lint bench
 .DELETE_ON_ERROR:

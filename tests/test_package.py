@@ -83,10 +83,9 @@ def pins() -> dict[str, str]:
 
 
 def test_the_public_names_import_within_the_budget() -> None:
-    code = f"import time, torch; t = time.perf_counter(); {USE_EVERY_PUBLIC_NAME}; print(time.perf_counter() - t)"
-    tries = []
-    while len(tries) < 4 and (not tries or min(tries) >= IMPORT_SECONDS):
-        tries.append(float(python(code)))
+    """Beyond torch's own import, in processor time: on a starved machine the wall clock measures the neighbours."""
+    code = f"import time, torch; t = time.process_time(); {USE_EVERY_PUBLIC_NAME}; print(time.process_time() - t)"
+    tries = [float(python(code)) for _ in range(2)]
     assert min(tries) < IMPORT_SECONDS, tries
 
 

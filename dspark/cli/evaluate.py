@@ -15,13 +15,13 @@ from dspark.decode import Decoder, SamplingParams
 from dspark.models.drafter import DSparkDrafter
 from dspark.models.target import Target
 from dspark.models.training.corpus import Document
+from dspark.models.training.prompts import PROMPT_TOKENS
 from dspark.models.training.target import language_model_loss
 from dspark.policy import FixedK, Outcome, Signals
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-PROMPT_TOKENS = 96
 NEW_TOKENS = 64
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
+import torch
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -17,10 +17,10 @@ from dspark.decode import Decoder, SamplingParams
 from dspark.models.loading import load_drafter, load_target
 from dspark.models.tiny import load_tokenizer
 from dspark.models.training.corpus import END_OF_TEXT, MASK, crops, documents, special_id, token_stream, train_tokenizer
-from dspark.models.training.drafter import TINY_DRAFTER_SHAPE, DrafterTraining, new_drafter, train_drafter
+from dspark.models.training.drafter import TINY_DRAFTER_SHAPE, DrafterTraining, Rollouts, new_drafter, train_drafter
 from dspark.models.training.export import save_drafter, save_target
 from dspark.models.training.loop import StepLog, Training, initialise
-from dspark.models.training.prompts import openings, write_prompts
+from dspark.models.training.prompts import PROMPT_TOKENS, openings, write_prompts
 from dspark.models.training.target import TINY_TARGET_SHAPE, train_target
 from dspark.models.transformer import CausalLM
 
@@ -53,14 +53,14 @@ def target(out: Out = Path("runs/tiny"), steps: Steps = Training.steps, seed: Se
 def rollouts(
     out: Out = Path("runs/tiny"),
     count: Annotated[int, typer.Option(help="Texts to write.", min=1)] = 1536,
-    new_tokens: Annotated[int, typer.Option(help="Tokens in each, after a prompt of 96.", min=1)] = 160,
+    new_tokens: Annotated[int, typer.Option(help="Tokens in each, after its prompt.", min=1)] = 160,
     seed: Seed = DrafterTraining.seed,
 ) -> None:
     """Let the target continue training texts, half greedily, half at temperature 1: what the drafter learns from."""
     model = load_target(out / "target")
     tokenizer = load_tokenizer(out / "target")
     stream = token_stream(tokenizer, [d for d in documents() if not d.held_out], seed)
-    prompts = crops(stream, count, 96, (seed,)).tolist()
+    prompts = crops(stream, count, PROMPT_TOKENS, (seed,)).tolist()
     params = [SamplingParams(temperature=float(i % 2), seed=seed + i, max_tokens=new_tokens) for i in range(count)]
     decoder = Decoder(model, num_pages=64 * 17, max_batch=64)
     completions = [decoder.add_request(p, s) for p, s in zip(prompts, params, strict=True)]
@@ -69,30 +69,29 @@ def rollouts(
         for output in decoder.stream():
             progress.update(task, advance=output.finish_reason is not None)
     texts = [p + c.token_ids for p, c in zip(prompts, completions, strict=True)]
-    np.save(out / "rollouts.npy", np.concatenate(texts).astype(np.uint16))
+    written = Rollouts(torch.tensor(texts), PROMPT_TOKENS, torch.tensor([p.temperature for p in params]))
+    torch.save(dataclasses.asdict(written), out / "rollouts.pt")
 
 
 @app.command()
 def drafter(
     out: Out = Path("runs/tiny"), steps: Steps = DrafterTraining.steps, seed: Seed = DrafterTraining.seed
 ) -> None:
-    """Train the DSpark drafter for the target in OUT/target on its rollouts and the training files, half and half, and
-    pick the held-out prompts."""
+    """Train the DSpark drafter for the target in OUT/target on its rollouts, and pick the held-out prompts."""
     frozen = load_target(out / "target").network
     tokenizer = load_tokenizer(out / "target")
-    docs = list(documents())
-    stream = token_stream(tokenizer, [d for d in docs if not d.held_out], seed)
+    written = Rollouts(**torch.load(out / "rollouts.pt"))
     config = dataclasses.replace(TINY_DRAFTER_SHAPE, mask_token_id=special_id(tokenizer, MASK))
     network = new_drafter(config, frozen, seed)
     training = DrafterTraining(steps=steps, seed=seed)
     _run(
-        train_drafter(network, frozen, [stream, np.load(out / "rollouts.npy")], out / "drafter.pt", training),
+        train_drafter(network, frozen, written, out / "drafter.pt", training),
         training,
         out,
         "drafter",
     )
     save_drafter(network, out / "drafter")
-    write_prompts(out / "prompts.jsonl", openings(docs, tokenizer, per_domain=12))
+    write_prompts(out / "prompts.jsonl", openings(documents(), tokenizer, per_domain=12))
 
 
 def _run(logs: Iterable[StepLog], training: Training, out: Path, name: str) -> None:

@@ -20,12 +20,14 @@ from dspark.models.training.corpus import (
     token_stream,
     train_tokenizer,
 )
-from dspark.models.training.drafter import DrafterTraining, block_losses, new_drafter, train_drafter
+from dspark.models.training.drafter import DrafterTraining, Rollouts, block_losses, new_drafter, train_drafter
 from dspark.models.training.export import save_drafter, save_target
 from dspark.models.training.loop import Training, initialise, learning_rate
 from dspark.models.training.prompts import openings, write_prompts
 from dspark.models.training.target import language_model_loss, train_target
 from dspark.models.transformer import CausalLM
+from dspark.ops.sample import transform
+from dspark.requests import SamplingParams, batch_sampling
 
 VOCAB = 40
 MODEL = ModelConfig(
@@ -85,8 +87,10 @@ def test_target_learns(stream: np.ndarray, trained: CausalLM) -> None:
 
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn", "none"])
 def test_drafter_learns_what_its_target_says(head: str, stream: np.ndarray, trained: CausalLM, tmp_path: Path) -> None:
+    texts = torch.from_numpy(crops(stream, 64, 32, (5,)))
+    rollouts = Rollouts(texts, prompt_len=4, temperature=torch.arange(64) % 2.0)
     network = new_drafter(drafter_config(head), trained, seed=1)
-    logs = list(train_drafter(network, trained, [stream, stream[::-1].copy()], tmp_path / "drafter.pt", DRAFTER_RUN))
+    logs = list(train_drafter(network, trained, rollouts, tmp_path / "drafter.pt", DRAFTER_RUN))
     first, last = (np.mean([log.loss for log in part]) for part in (logs[:5], logs[-5:]))
     assert last < 0.9 * first
     assert np.mean(logs[-1].acceptance) > np.mean(logs[0].acceptance)
@@ -123,8 +127,9 @@ def test_learning_rate_rises_then_falls() -> None:
     assert rates[-1] == pytest.approx(0.05 * TARGET_RUN.peak_rate, rel=0.1)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
-def test_training_sees_what_decoding_sees(head: str, trained: CausalLM) -> None:
+def test_training_sees_what_decoding_sees(head: str, temperature: float, trained: CausalLM) -> None:
     """The acceptance that training reports is that of the paged drafter at the same anchors, position by position."""
     config = drafter_config(head)
     network = new_drafter(config, trained, seed=1).requires_grad_(False)
@@ -132,12 +137,14 @@ def test_training_sees_what_decoding_sees(head: str, trained: CausalLM) -> None:
     tokens = torch.randint(0, VOCAB - 1, (1, 24), generator=torch.Generator().manual_seed(3))
     anchors = torch.tensor([[0, 5, 20]])
     block = config.block_size
-    reported = block_losses(network, trained, tokens, anchors, DRAFTER_RUN).acceptance
+    reported = block_losses(network, trained, tokens, anchors, torch.tensor([temperature]), DRAFTER_RUN).acceptance
 
     table, zero = torch.arange(2)[None], torch.zeros(1, dtype=torch.int64)
     rows = query_batch(table, zero, [24], 16)
     hidden, features = target.forward(tokens[0], rows, target.new_cache(2, 16), drafter.feature_layers)
-    p = target.logits(hidden).softmax(-1)  # [24, V]
+    sampling = batch_sampling([SamplingParams(temperature=temperature)], [0])
+    same = torch.zeros(24, dtype=torch.int64)
+    p = transform(target.logits(hidden), sampling, same).softmax(-1)  # [24, V]
     acceptance = []
     for anchor in anchors[0].tolist():
         cache = drafter.new_cache(2, 16)
@@ -150,7 +157,8 @@ def test_training_sees_what_decoding_sees(head: str, trained: CausalLM) -> None:
         drafted, base = drafter.block_logits(tokens[0, anchor : anchor + 1], block_rows, cache)
         forced = teacher_forced(network, tokens[0, anchor : anchor + block], drafted[0], base[0])
         own = p[anchor : anchor + block]
-        acceptance.append(1 - 0.5 * (forced.softmax(-1) - own).abs().sum(-1))
+        q = transform(forced, sampling, same[:block]).softmax(-1)
+        acceptance.append(1 - 0.5 * (q - own).abs().sum(-1))
     torch.testing.assert_close(reported, torch.stack(acceptance).mean(0), atol=1e-5, rtol=1e-5)
 
 

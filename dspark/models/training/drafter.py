@@ -7,7 +7,7 @@ sequential head is teacher-forced. Targets are the frozen model's own distributi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dspark.models.draft_network import DrafterConfig, DSparkNetwork
-from dspark.models.training.corpus import crops
 from dspark.models.training.loop import Losses, StepLog, Training, initialise, run_training
 from dspark.models.training.target import TINY_TARGET_SHAPE, causal_attend
 from dspark.models.transformer import CausalLM
@@ -47,11 +46,12 @@ class DrafterTraining(Training):
             confidence loss.
     """
 
-    steps: int = 5200
+    steps: int = 5600
+    batch: int = 8
     peak_rate: float = 1.5e-3
     weight_decay: float = 0.05
     seed: int = 1
-    anchors: int = 48
+    anchors: int = 24
     ce_weight: float = 0.1
     tv_weight: float = 0.9
     confidence_weight: float = 1.0
@@ -74,7 +74,24 @@ def new_drafter(config: DrafterConfig, target: CausalLM, seed: int) -> DSparkNet
     return net
 
 
-def block_losses(net: DSparkNetwork, target: CausalLM, tokens: Tensor, anchors: Tensor, t: DrafterTraining) -> Losses:
+@dataclass(frozen=True)
+class Rollouts:
+    """What a target wrote: the texts that its drafter learns from.
+
+    Attributes:
+        tokens: ``[n, L]`` int64, each a prompt and its continuation.
+        prompt_len: tokens of each prompt.
+        temperature: ``[n]`` float32 that each continuation was sampled at.
+    """
+
+    tokens: Tensor
+    prompt_len: int
+    temperature: Tensor
+
+
+def block_losses(
+    net: DSparkNetwork, target: CausalLM, tokens: Tensor, anchors: Tensor, temperature: Tensor, t: DrafterTraining
+) -> Losses:
     """The paper's loss on blocks that start at ``anchors``.
 
     Args:
@@ -82,6 +99,7 @@ def block_losses(net: DSparkNetwork, target: CausalLM, tokens: Tensor, anchors: 
         target: the frozen target.
         tokens: ``[B, L]`` text.
         anchors: ``[B, A]`` positions in ``0 .. L - G - 1``.
+        temperature: ``[B]`` that each text is learnt at; at 0 the target's distribution is its largest logit.
         t: the loss weights.
     """
     config = net.config
@@ -112,17 +130,25 @@ def block_losses(net: DSparkNetwork, target: CausalLM, tokens: Tensor, anchors: 
     logits = net.lm_head(hidden) + _teacher_forced_bias(net, previous, hidden)
 
     log_q = logits.log_softmax(-1)
-    p = target_logits[row, at].softmax(-1)
+    scale = temperature[:, None, None, None]
+    p = _at_temperature(target_logits[row, at], scale)
     distance = (log_q.exp() - p).abs().sum(-1)  # [B, A, G], L1
     cross_entropy = F.nll_loss(log_q.flatten(0, 2), tokens[row, at + 1].flatten(), reduction="none").view_as(distance)
     weight = torch.exp(-torch.arange(block) / block)
     weight = weight / weight.sum()
     total = ((t.ce_weight * cross_entropy + t.tv_weight * distance) * weight).sum(-1).mean()
-    acceptance = 1 - 0.5 * distance.detach()
+    # What decoding would see: there the draft is sampled at the same temperature.
+    acceptance = 1 - 0.5 * (_at_temperature(logits.detach(), scale) - p).abs().sum(-1)
     confidence = net.confidence()
     if confidence is not None:
         total = total + t.confidence_weight * _confidence_loss(confidence, hidden, previous, acceptance, weight)
     return Losses(total, acceptance.mean((0, 1)))
+
+
+def _at_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
+    """``softmax(logits / temperature)``, which is the largest logit alone at temperature 0."""
+    greedy = F.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
+    return torch.where(temperature > 0, (logits / temperature.clamp(min=1e-6)).softmax(-1), greedy)
 
 
 def _block_mask(anchors: Tensor, length: int, block: int) -> Tensor:
@@ -157,19 +183,20 @@ def _confidence_loss(
 
 
 def train_drafter(
-    network: DSparkNetwork, target: CausalLM, streams: Sequence[np.ndarray], checkpoint: Path, t: DrafterTraining
+    network: DSparkNetwork, target: CausalLM, rollouts: Rollouts, checkpoint: Path, t: DrafterTraining
 ) -> Iterator[StepLog]:
     """Train a drafter for a frozen target, yielding after every step; see :func:`run_training`.
 
-    Args:
-        streams: arrays ``[n]`` of uint16 token ids, each of which gives an equal part of every batch.
+    Each step cuts ``t.anchors`` blocks out of the continuations of ``t.batch`` rollouts.
     """
-    last_anchor = t.length - network.config.block_size - 1
+    count, length = rollouts.tokens.shape
+    first, last = rollouts.prompt_len - 1, length - network.config.block_size - 1
 
     def losses(step: int) -> Losses:
-        parts = [crops(s, t.batch // len(streams), t.length, (t.seed, step, i)) for i, s in enumerate(streams)]
-        tokens = torch.from_numpy(np.concatenate(parts))
-        order = np.random.default_rng((t.seed, step)).random((len(tokens), last_anchor)).argsort(-1)
-        return block_losses(network, target, tokens, torch.from_numpy(order[:, : t.anchors]), t)
+        random = np.random.default_rng((t.seed, step))
+        chosen = torch.from_numpy(random.choice(count, t.batch, replace=False))
+        order = torch.from_numpy(random.random((t.batch, last - first + 1)).argsort(-1))
+        anchors = first + order[:, : t.anchors]
+        return block_losses(network, target, rollouts.tokens[chosen], anchors, rollouts.temperature[chosen], t)
 
     return run_training(network, losses, t, checkpoint)

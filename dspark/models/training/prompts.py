@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from dspark.models.tiny import Prompt
 from dspark.models.training.corpus import Document
 
-_PROMPT_TOKENS = 96
+PROMPT_TOKENS = 96
 _MIN_TOKENS = 192
 
 
@@ -27,7 +27,7 @@ def openings(docs: Iterable[Document], tokenizer: Tokenizer, per_domain: int) ->
         ids = tokenizer.encode(doc.text).ids
         if len(ids) >= _MIN_TOKENS:
             seen.add(key)
-            chosen.append(Prompt(doc.domain, doc.source, tokenizer.decode(ids[:_PROMPT_TOKENS])))
+            chosen.append(Prompt(doc.domain, doc.source, tokenizer.decode(ids[:PROMPT_TOKENS])))
     return [prompt for chosen in taken.values() for prompt in chosen]
 
 
