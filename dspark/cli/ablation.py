@@ -61,7 +61,7 @@ class Row:
         accept_by_position: of the drafts verified at each position whose predecessors were accepted, the fraction
             accepted; None where there was none.
         lossless: at temperature 0 and under ``coupled``, the tokens equal plain decoding's; otherwise, the tokens fit
-            the target's own distributions (chi-square, p > 1e-4).
+            the target's own distributions (chi-square, p > 1e-4); None where they are too few to tell.
         near_ties: prompts whose output left plain decoding's at two scores within rounding of each other; they count
             as lossless.
     """
@@ -75,15 +75,36 @@ class Row:
     tau: float
     verified_per_round: float
     accept_by_position: list[float | None]
-    lossless: bool
+    lossless: bool | None
     prompts: int
     tokens: int
     near_ties: int
 
 
+@dataclass(frozen=True)
+class _Setting:
+    """All that a policy's runs at one setting share."""
+
+    target: Target
+    drafter: Drafter
+    profile: CostProfile
+    rule: Rule
+
+    def decode(
+        self, name: str, prompt: Sequence[int], sampling: SamplingParams, accepted: Sequence[int] = ()
+    ) -> tuple[Completion, float]:
+        """Decode one prompt under the policy of that name, and say how many seconds it took."""
+        policy = make_policy(name, self.profile, accepted)
+        drafter = self.drafter if policy is not None else None
+        decoder = Decoder(self.target, drafter, policy, self.rule, max_batch=1)
+        start = time.perf_counter()
+        [completion] = decoder.generate([prompt], sampling)
+        return completion, time.perf_counter() - start
+
+
 @dataclass
 class _Measured:
-    """One policy's runs: seconds by prompt and repeat, and the last completion of each prompt."""
+    """One policy's runs: seconds by prompt and repeat, and each prompt's completion."""
 
     seconds: list[list[float]] = field(default_factory=list)
     completions: list[Completion] = field(default_factory=list)
@@ -110,62 +131,40 @@ def run_ablation(
     rows = []
     for rule in plan.rules:
         for temperature in plan.temperatures:
-            rows += _compare(target, drafter, plan, profile, rule, temperature, progress)
+            rows += _compare(_Setting(target, drafter, profile, rule), plan, temperature, progress)
     return rows
 
 
-def _compare(
-    target: Target,
-    drafter: Drafter,
-    plan: Plan,
-    profile: CostProfile,
-    rule: Rule,
-    temperature: float,
-    progress: Callable[[str], None],
-) -> list[Row]:
+def _compare(setting: _Setting, plan: Plan, temperature: float, progress: Callable[[str], None]) -> list[Row]:
     names = [PLAIN, *plan.policies]
     measured = {name: _Measured() for name in names}
-    stop = target.config.eos_token_ids
+    stop = setting.target.config.eos_token_ids
     params = [
         SamplingParams(temperature=temperature, seed=plan.seed + i, max_tokens=plan.max_tokens, stop_token_ids=stop)
         for i in range(len(plan.prompts))
     ]
-
     for prompt, sampling in zip(plan.prompts, params, strict=True):
-
-        def run(
-            name: str, accepted: Sequence[int] = (), prompt: Sequence[int] = prompt, sampling: SamplingParams = sampling
-        ) -> tuple[Completion, float]:
-            policy = make_policy(name, profile, accepted)
-            decoder = Decoder(target, drafter if policy is not None else None, policy, rule, max_batch=1)
-            start = time.perf_counter()
-            [completion] = decoder.generate([prompt], sampling)
-            progress(f"{name}, {rule}, T = {temperature:g}")
-            return completion, time.perf_counter() - start
-
-        full, _ = run(f"fixed:{drafter.block_size}")  # also the warm-up
+        # A pass over everything, for the oracle; and the warm-up.
+        full, _ = setting.decode(f"fixed:{setting.drafter.block_size}", prompt, sampling)
         accepted = [r.accepted for r in full.rounds]
-        for name in names:
-            measured[name].seconds.append([])
+        progress(f"warm-up, {setting.rule}, T = {temperature:g}")
+        for own in measured.values():
+            own.seconds.append([])
         for repeat in range(plan.repeats):
-            for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
-                completion, seconds = run(name, accepted)
+            first = repeat % len(names)
+            for name in names[first:] + names[:first]:
+                completion, seconds = setting.decode(name, prompt, sampling, accepted)
                 measured[name].seconds[-1].append(seconds)
                 if repeat == 0:
                     measured[name].completions.append(completion)
-
-    return [_row(target, plan, name, measured[name], measured[PLAIN], params, rule) for name in names]
+                progress(f"{name}, {setting.rule}, T = {temperature:g}")
+    return [_row(setting, plan, name, measured[name], measured[PLAIN], params) for name in names]
 
 
 def _row(
-    target: Target,
-    plan: Plan,
-    name: str,
-    own: _Measured,
-    plain: _Measured,
-    params: Sequence[SamplingParams],
-    rule: Rule,
+    setting: _Setting, plan: Plan, name: str, own: _Measured, plain: _Measured, params: Sequence[SamplingParams]
 ) -> Row:
+    target, rule = setting.target, setting.rule
     rounds = [r for c in own.completions for r in c.rounds]
     count = [len(c.token_ids) for c in own.completions]
     plain_count = [len(c.token_ids) for c in plain.completions]
@@ -179,6 +178,7 @@ def _row(
         torch.tensor(ratios, dtype=torch.float64).quantile(torch.tensor([0.25, 0.5, 0.75]).double()).tolist()
     )
     temperature = params[0].temperature
+    lossless: bool | None
     if rule == "coupled" or temperature == 0:
         lossless, near_ties = is_lossless_by_tokens(target, plan.prompts, own.completions, plain.completions, params)
     else:
@@ -190,8 +190,8 @@ def _row(
         tokens_per_s=statistics.median(per_repeat),
         speedup=middle,
         speedup_iqr=(low, high),
-        tau=statistics.fmean(r.accepted + 1 for r in rounds),
-        verified_per_round=statistics.fmean(r.verified for r in rounds),
+        tau=statistics.fmean(r.accepted + 1 for r in rounds) if rounds else 1.0,
+        verified_per_round=statistics.fmean(r.verified for r in rounds) if rounds else 0.0,
         accept_by_position=acceptance_by_position(rounds),
         lossless=lossless,
         prompts=len(plan.prompts),

@@ -42,7 +42,7 @@ def table(rows: Sequence[Row]) -> Table:
             f"{row.tau:.2f}",
             f"{row.verified_per_round:.2f}",
             " ".join("–" if a is None else f"{100 * a:.0f}" for a in row.accept_by_position),
-            "✓" if row.lossless else "✗",
+            {True: "✓", False: "✗", None: "?"}[row.lossless],
         )
     return out
 

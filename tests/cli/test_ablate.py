@@ -1,0 +1,165 @@
+"""``ablate`` on the embedded pair, and the checks behind its lossless column."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dspark.cli.ablation import PLAIN, Plan, Row, run_ablation
+from dspark.cli.app import app
+from dspark.cli.evaluate import area_under_curve, draft_quality
+from dspark.cli.lossless import is_lossless_by_law, is_lossless_by_tokens, replay_logits
+from dspark.decode import Decoder, SamplingParams
+from dspark.models import DSparkDrafter, Target, held_out_prompts, load_tokenizer, tiny_pair
+from dspark.policy import CostProfile
+from dspark.testing.statistics import probability_integral, uniformity_p_value
+
+KEYS = {
+    "policy",
+    "rule",
+    "temperature",
+    "tokens_per_s",
+    "speedup",
+    "speedup_iqr",
+    "tau",
+    "verified_per_round",
+    "accept_by_position",
+    "lossless",
+    "prompts",
+    "tokens",
+    "near_ties",
+}
+PROFILE = CostProfile(rows=(1, 8), seconds=(1.0, 1.5))
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Target, DSparkDrafter]:
+    return tiny_pair()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    tokenizer = load_tokenizer()
+    return [tokenizer.encode(p.text).ids for p in held_out_prompts()]
+
+
+def test_the_command_writes_what_it_promises(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "ablate.json"
+    options = ["--prompts", "2", "--repeats", "1", "--max-tokens", "24", "--policy", "fixed:4", "--policy", "oracle"]
+    result = CliRunner().invoke(app, ["ablate", *options, "--out", str(out)], catch_exceptions=False)
+    assert result.exit_code == 0
+    content = json.loads(out.read_text())
+    assert content.keys() == {"environment", "rows"}
+    assert {"torch", "python", "threads", "processor"} <= content["environment"].keys()
+    settings = [(r["policy"], r["rule"], r["temperature"]) for r in content["rows"]]
+    assert settings == [
+        (policy, rule, t)
+        for rule in ("coupled", "ratio")
+        for t in (0.0, 1.0)
+        for policy in ("plain", "fixed:4", "oracle")
+    ]
+    for row in content["rows"]:
+        assert row.keys() == KEYS
+        assert row["lossless"]
+        assert row["prompts"] == 2
+        assert row["tokens"] == 48
+        assert row["speedup_iqr"][0] <= row["speedup"] <= row["speedup_iqr"][1]
+        if row["policy"] == PLAIN:
+            assert (row["speedup"], row["tau"], row["verified_per_round"]) == (1.0, 1.0, 0.0)
+        else:
+            assert row["tau"] > 1
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_oracle_verifies_less_for_the_same_rounds(
+    pair: tuple[Target, DSparkDrafter], prompts: list[list[int]]
+) -> None:
+    plan = Plan(prompts[:2], ["fixed:7", "oracle"], ["ratio"], [1.0], repeats=1, max_tokens=60)
+    seen: list[str] = []
+    rows = {row.policy: row for row in run_ablation(*pair, plan, PROFILE, seen.append)}
+    assert len(seen) == plan.runs
+    assert rows["oracle"].tau == rows["fixed:7"].tau
+    assert rows["oracle"].verified_per_round < rows["fixed:7"].verified_per_round
+    assert all(isinstance(row, Row) and row.lossless for row in rows.values())
+
+
+def test_another_token_is_not_lossless(pair: tuple[Target, DSparkDrafter], prompts: list[list[int]]) -> None:
+    target, _ = pair
+    params = [SamplingParams(temperature=0.8, seed=3, max_tokens=12)]
+    plain = Decoder(target).generate(prompts[:1], params)
+    tampered = [dataclasses.replace(plain[0], token_ids=[*plain[0].token_ids])]
+    assert is_lossless_by_tokens(target, prompts[:1], tampered, plain, params) == (True, 0)
+    tampered[0].token_ids[5] = (tampered[0].token_ids[5] + 1) % target.vocab_size
+    assert is_lossless_by_tokens(target, prompts[:1], tampered, plain, params) == (False, 0)
+    tampered[0].token_ids[5:] = []
+    assert is_lossless_by_tokens(target, prompts[:1], tampered, plain, params) == (False, 0)
+
+
+@pytest.mark.parametrize("gap", [2e-5, 2e-3])
+def test_p19_a_near_tie_passes_and_is_counted(
+    gap: float, pair: tuple[Target, DSparkDrafter], prompts: list[list[int]]
+) -> None:
+    target = Target(copy.deepcopy(pair[0].network))
+    params = [SamplingParams(temperature=0, max_tokens=4)]
+    [plain] = Decoder(target).generate(prompts[:1], params)
+    first = plain.token_ids[0]
+    twin = (first + 1) % target.vocab_size
+    # Both tokens' logits come from one row of the head; the twin's is smaller by the gap.
+    head = target.network.lm_head
+    head.weight = torch.nn.Parameter(head.weight.clone(), requires_grad=False)
+    logit = float(replay_logits(target, prompts[0], [first])[0, first])
+    head.weight[twin] = head.weight[first] * (1 - gap / logit)
+    other = dataclasses.replace(plain, token_ids=[twin, *plain.token_ids[1:]])
+    near = gap < 1e-4
+    assert is_lossless_by_tokens(target, prompts[:1], [other], [plain], params) == (near, int(near))
+
+
+def test_output_at_another_temperature_fails_the_law(
+    pair: tuple[Target, DSparkDrafter], prompts: list[list[int]]
+) -> None:
+    target, _ = pair
+    few = [SamplingParams(temperature=1.0, seed=0, max_tokens=30)]
+    assert is_lossless_by_law(target, prompts[:1], Decoder(target).generate(prompts[:1], few), few) is None
+    honest = [SamplingParams(temperature=1.0, seed=i, max_tokens=60) for i in range(8)]
+    outputs = Decoder(target, num_pages=1024).generate(prompts[:8], honest)
+    assert is_lossless_by_law(target, prompts[:8], outputs, honest)
+    colder = [dataclasses.replace(p, temperature=0.7) for p in honest]
+    assert not is_lossless_by_law(target, prompts[:8], outputs, colder)
+
+
+def test_the_probability_integral_is_uniform_for_the_right_law_only() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p = torch.tensor([0.5, 0.3, 0.15, 0.05]).expand(4000, -1)
+    tokens = torch.multinomial(p, 1, generator=generator).squeeze(1)
+    uniforms = torch.rand(4000, generator=generator)
+    assert uniformity_p_value(probability_integral(p, tokens, uniforms)) > 0.01
+    q = torch.tensor([0.45, 0.35, 0.15, 0.05]).expand(4000, -1)
+    assert uniformity_p_value(probability_integral(q, tokens, uniforms)) < 1e-6
+
+
+def test_uniformity_needs_enough_values() -> None:
+    with pytest.raises(ValueError, match="values: expected at least 100 for 20 bins, got 99"):
+        uniformity_p_value(torch.zeros(99))
+
+
+def test_draft_quality_counts_what_the_decoder_did(
+    pair: tuple[Target, DSparkDrafter], prompts: list[list[int]]
+) -> None:
+    quality = draft_quality(*pair, prompts[:2], temperature=0.0)
+    assert 1 < quality.tau <= 8
+    assert len(quality.accept_by_position) == 7
+    assert 0.4 < quality.confidence_auc <= 1
+    assert quality.rounds > 4
+
+
+def test_area_under_curve_of_useless_scores_is_a_half() -> None:
+    positive = torch.tensor([True, False, True, False])
+    assert area_under_curve(torch.zeros(4), positive) == 0.5
+    assert math.isclose(area_under_curve(torch.tensor([1.0, 0.0, 1.0, 0.0]), positive), 1.0)

@@ -1,0 +1,78 @@
+"""``generate`` on the embedded pair."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dspark.cli import main
+from dspark.cli.app import app
+
+PROMPT = "import os\nimport sys\n\n\ndef main("
+
+
+def generate(*options: str) -> str:
+    result = CliRunner().invoke(app, ["generate", *options, "--max-tokens", "24"], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.9"])
+def test_every_policy_writes_what_plain_decoding_writes(temperature: str) -> None:
+    texts = {
+        policy: generate(PROMPT, "--temperature", temperature, "--seed", "3", "--policy", policy)
+        for policy in ("plain", "fixed:2", "scheduled", "scheduled-lag2")
+    }
+    assert len(set(texts.values())) == 1
+    assert texts["plain"].strip()
+
+
+def test_json_tells_what_happened() -> None:
+    row = json.loads(generate(PROMPT, "--json", "--policy", "fixed:7"))
+    assert row["prompt"] == PROMPT
+    assert row["text"] + "\n" == generate(PROMPT, "--policy", "fixed:7")
+    assert row["finish_reason"] == "length"
+    assert len(row["token_ids"]) == len(row["logprobs"]) == 24 == 1 + sum(r["emitted"] for r in row["rounds"])
+    assert row["tau"] > 1
+
+
+def test_prompts_from_files(tmp_path: Path) -> None:
+    plain, lines = tmp_path / "prompt.txt", tmp_path / "prompts.jsonl"
+    plain.write_text(PROMPT)
+    lines.write_text(json.dumps({"text": PROMPT}) + "\n" + json.dumps({"turns": ["def f(x):", "    return"]}) + "\n")
+    assert generate("--file", str(plain)) == generate(PROMPT)
+    rows = [json.loads(line) for line in generate("--file", str(lines), "--json").splitlines()]
+    assert [r["prompt"] for r in rows] == [PROMPT, "def f(x):\n    return"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "prompt, --file: give exactly one of them"),
+        (["x", "--file", "y.txt"], "prompt, --file: give exactly one of them"),
+        (["--file", "no-such-file.txt"], "No such file or directory: 'no-such-file.txt'"),
+        (["x", "--policy", "fixed:9"], "policy 'fixed:9': expected fixed:K with K from 0 to 7"),
+        (["x", "--policy", "clairvoyant"], "policy 'clairvoyant': expected plain, fixed:K"),
+        (["x", "--policy", "oracle"], "policy 'oracle': replays an earlier pass"),
+        (["x", "--rule", "typical"], "rule 'typical': expected one of coupled, ratio"),
+        (["x", "--top-p", "2"], "top_p: out of range"),
+        (["x", "--draft-len", "8"], "draft_len: expected 0 to the drafter's block size 7, got 8"),
+        (["", "--policy", "plain"], "prompt: expected at least one token id"),
+        (["x", "--target", "nowhere"], "--target and --drafter: give both"),
+        (["x", "--target", "nowhere", "--drafter", "nowhere"], "no such folder: nowhere"),
+    ],
+)
+def test_bad_input_is_one_line(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["dspark", "generate", *options])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert len(shown.strip().splitlines()) == 1
