@@ -22,9 +22,9 @@ from dspark.ops.types import Draft, QueryBatch, Rule, Sampling, Status, Stream, 
 from dspark.policy.cost import CostProfile
 from dspark.policy.fixed import FixedK
 from dspark.policy.protocol import Outcome, Signals, VerifyPolicy
-from dspark.requests import Completion, Output, Request, Round, SamplingParams, batch_sampling
+from dspark.requests import Completion, Output, Request, Round, SamplingParams, batch_sampling, mean_emitted
 
-__all__ = ["Completion", "Decoder", "Output", "Round", "SamplingParams", "measure_cost"]
+__all__ = ["Completion", "Decoder", "Output", "Round", "SamplingParams", "mean_emitted", "measure_cost"]
 
 
 @dataclass
@@ -48,26 +48,17 @@ class _Context:
     def extend(self, features: Tensor, rows: QueryBatch) -> None:
         self.drafter.extend(features, rows, self.cache)
 
-    def propose(
-        self,
-        anchor: Tensor,
-        block_table: Tensor,
-        context_len: Tensor,
-        draft_len: int,
-        page_size: int,
-        sampling: Sampling,
-        rule: Rule,
-    ) -> Draft:
+    def propose(self, batch: _Batch, draft_len: int, rule: Rule) -> Draft:
         # A whole block, of which draft_len slots are used: fewer rows would be another input than the trained one.
-        lengths = [self.drafter.block_size] * len(anchor)
-        rows = query_batch(block_table, context_len, lengths, page_size, bidirectional=True)
+        lengths = [self.drafter.block_size] * len(batch.anchor)
+        rows = query_batch(batch.block_table, batch.context_len, lengths, self.cache.page_size, bidirectional=True)
         return self.drafter.propose(
-            anchor,
+            batch.anchor,
             rows,
             self.cache,
             draft_len=draft_len,
-            sampling=sampling,
-            position=context_len,
+            sampling=batch.sampling,
+            position=batch.context_len,
             stream=Stream.TARGET if rule == "coupled" else Stream.DRAFT,
             return_logits=rule != "coupled",
         )
@@ -122,7 +113,7 @@ class Decoder:
         self._context = None if drafter is None else _Context(drafter, drafter.new_cache(num_pages, page_size))
         self._waiting: deque[Request] = deque()
         self._batch: _Batch | None = None
-        self._seeds: set[int] = set()  # of unfinished requests; meaningful under ratio only, which keeps them apart
+        self._seeds: set[int] = set()  # that requests had so far, under ratio
         self._next_id = 0
 
     # Requests
@@ -135,9 +126,30 @@ class Decoder:
 
         Raises:
             ValueError: an empty prompt, a token id outside the vocabulary, a request that could never fit into the
-                model's context or into the cache, or (rule ``"ratio"``) a seed that another unfinished request has.
+                model's context or into the cache, or (rule ``"ratio"``) a seed that this decoder has used before.
         """
-        params = sampling or SamplingParams()
+        return self._queue([(prompt, sampling or SamplingParams())])[0]
+
+    def _queue(self, asked: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
+        """Queue all of these requests, or none when one of them is at fault."""
+        requests: list[Request] = []
+        seeds = set(self._seeds)
+        for prompt, params in asked:
+            request = self._checked(prompt, params, self._next_id + len(requests))
+            if self.rule == "ratio" and self.drafter is not None:
+                if request.seed in seeds:
+                    raise ValueError(
+                        f"seed: {request.seed} was used before; under rule 'ratio' every request of a decoder needs "
+                        "its own (leave seed None to get one), or a policy could know a draft before it is made"
+                    )
+                seeds.add(request.seed)
+            requests.append(request)
+        self._next_id += len(requests)
+        self._seeds = seeds
+        self._waiting += requests
+        return [request.completion for request in requests]
+
+    def _checked(self, prompt: Sequence[int], params: SamplingParams, request_id: int) -> Request:
         limit, vocab_size = self.target.config.max_position_embeddings, self.target.vocab_size
         if not prompt:
             raise ValueError("prompt: expected at least one token id, got none")
@@ -147,21 +159,13 @@ class Decoder:
         if len(prompt) >= limit:
             raise ValueError(f"prompt: expected fewer than {limit} tokens (the model's context), got {len(prompt)}")
         max_tokens = min(params.max_tokens, limit - len(prompt))
-        request = Request(list(prompt), params, max_tokens, Completion(self._next_id))
-        if self.rule == "ratio" and self.drafter is not None and request.seed in self._seeds:
-            raise ValueError(
-                f"seed: {request.seed} belongs to another unfinished request; under rule 'ratio' each needs its own, "
-                "or a policy could learn about one's draft from the other's"
-            )
+        request = Request(list(prompt), params, max_tokens, Completion(request_id))
         if self._pages_needed(request) > self._pool.num_pages:
             raise ValueError(
                 f"prompt: {len(prompt)} tokens and {max_tokens} to emit need {self._pages_needed(request)} pages of "
                 f"{self.page_size}, and the cache has {self._pool.num_pages}"
             )
-        self._next_id += 1
-        self._seeds.add(request.seed)
-        self._waiting.append(request)
-        return request.completion
+        return request
 
     def _pages_needed(self, request: Request) -> int:
         look_ahead = self.drafter.block_size if self.drafter is not None else 0
@@ -188,7 +192,7 @@ class Decoder:
         each = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
         if len(each) != len(prompts):
             raise ValueError(f"sampling: expected one for each of {len(prompts)} prompts, got {len(each)}")
-        completions = [self.add_request(p, s) for p, s in zip(prompts, each, strict=True)]
+        completions = self._queue(list(zip(prompts, each, strict=True)))
         while any(c.finish_reason is None for c in completions):
             self.step()
         return completions
@@ -201,7 +205,7 @@ class Decoder:
     # The round
 
     def step(self) -> list[Output]:
-        """Admit waiting requests while there is room (their first token comes with it), then run one round."""
+        """Admit waiting requests while there is room, which gives their first token, then run one round."""
         outputs = self._admit()
         if self._batch is not None:
             outputs += self._round(self._batch)
@@ -232,8 +236,9 @@ class Decoder:
             self._context.extend(features, rows)
         last = rows.query_start[1:] - 1
         one_each = torch.arange(len(requests) + 1, device=self.target.device)
-        verdict = self._accept(hidden[last], tokens[last], one_each, None, batch.sampling, rows.positions[last], 1)
-        return self._record(requests, verdict, None)
+        # The last prompt token is the anchor of what follows.
+        verdict = self._accept(batch, hidden[last], tokens[last], one_each, 1)
+        return self._record(requests, verdict)
 
     @torch.inference_mode()
     def _round(self, batch: _Batch) -> list[Output]:
@@ -246,9 +251,7 @@ class Decoder:
         tokens = proposed[request, offset]  # [T]
 
         hidden, features = self.target.forward(tokens, rows, self._cache, self._feature_layers)
-        verdict = self._accept(
-            hidden, tokens, rows.query_start, draft, batch.sampling, batch.context_len, rows.max_query_len
-        )
+        verdict = self._accept(batch, hidden, tokens, rows.query_start, rows.max_query_len, draft)
 
         if self._context is not None:
             committed = torch.where(offset < verdict.num_emitted[request], rows.slots, -1)
@@ -258,7 +261,7 @@ class Decoder:
         batch.context_len = batch.context_len + verdict.num_emitted
         batch.anchor = verdict.tokens.gather(1, (verdict.num_emitted - 1).clamp(min=0)[:, None]).squeeze(1)
 
-        outputs = self._record(batch.requests, verdict, lengths)
+        outputs = self._record(batch.requests, verdict, lengths, 0 if draft is None else self.draft_len)
         if any(o.finish_reason for o in outputs):
             self._rebuild(batch.requests)
         return outputs
@@ -269,16 +272,7 @@ class Decoder:
         caps = torch.tensor(longest, device=self.target.device)
         if self._context is None or max(longest) == 0:
             return None, caps
-        draft = self._context.propose(
-            batch.anchor,
-            batch.block_table,
-            batch.context_len,
-            self.draft_len,
-            self.page_size,
-            batch.sampling,
-            self.rule,
-        )
-        return draft, caps
+        return self._context.propose(batch, self.draft_len, self.rule), caps
 
     def _plan(self, batch: _Batch, draft: Draft | None, caps: Tensor) -> Tensor:
         if draft is None:
@@ -291,23 +285,16 @@ class Decoder:
         return lengths
 
     def _accept(
-        self,
-        hidden: Tensor,
-        tokens: Tensor,
-        query_start: Tensor,
-        draft: Draft | None,
-        sampling: Sampling,
-        position: Tensor,
-        max_query_len: int,
+        self, batch: _Batch, hidden: Tensor, tokens: Tensor, query_start: Tensor, width: int, draft: Draft | None = None
     ) -> Verdict:
         return accept(
             self.target.logits(hidden),
             tokens,
             query_start,
             rule=self.rule,
-            sampling=sampling,
-            position=position,
-            max_query_len=max_query_len,
+            sampling=batch.sampling,
+            position=batch.context_len,
+            max_query_len=width,
             draft_logits=draft.logits if draft is not None else None,
         )
 
@@ -317,12 +304,14 @@ class Decoder:
     def _feature_layers(self) -> tuple[int, ...]:
         return self.drafter.feature_layers if self.drafter is not None else ()
 
-    def _record(self, requests: Sequence[Request], verdict: Verdict, lengths: Tensor | None) -> list[Output]:
+    @staticmethod
+    def _record(
+        requests: Sequence[Request], verdict: Verdict, lengths: Tensor | None = None, proposed: int = 0
+    ) -> list[Output]:
         """Copy a verdict to the host and hand each request its part. ``lengths`` None is a prefill."""
         counts, ok = verdict.num_emitted.tolist(), (verdict.status == Status.OK).tolist()
         tokens, logprobs = verdict.tokens.tolist(), verdict.logprobs.tolist()
         verified = [None] * len(requests) if lengths is None else lengths.tolist()
-        proposed = self.draft_len if self.drafter is not None else 0
         return [
             request.take(tokens[i][: counts[i]], logprobs[i][: counts[i]], ok[i], proposed, verified[i])
             for i, request in enumerate(requests)
@@ -336,7 +325,6 @@ class Decoder:
                 running.append(request)
             else:
                 self._pool.free(request.pages)
-                self._seeds.discard(request.seed)
         self._batch = self._tensors(running) if running else None
 
     def _tensors(self, requests: list[Request]) -> _Batch:
@@ -359,17 +347,24 @@ def _ids(batch: _Batch) -> tuple[int, ...]:
 
 
 def measure_cost(
-    target: Target, drafter: Drafter | None = None, *, max_rows: int = 64, context_len: int = 256, repeats: int = 5
+    target: Target,
+    drafter: Drafter | None = None,
+    *,
+    max_rows: int = 64,
+    context_len: int | None = None,
+    repeats: int = 5,
 ) -> CostProfile:
     """Measure what a round costs on this machine, by a warm-up on a scratch cache.
 
     A round of ``n`` rows is timed as one draft for one request and one verification of ``n`` rows behind
-    ``context_len`` tokens, for n = 1, 2, 4, ... up to ``max_rows``.
+    ``context_len`` tokens (256, or fewer in a model with a short context), for n = 1, 2, 4, ... up to ``max_rows``.
 
     Raises:
         ValueError: ``context_len`` and ``max_rows`` together exceed the model's context.
     """
     limit = target.config.max_position_embeddings
+    if context_len is None:
+        context_len = max(0, min(256, limit - max_rows))
     if context_len + max_rows > limit:
         raise ValueError(f"context_len + max_rows: expected at most {limit}, got {context_len} + {max_rows}")
     page_size = 16
@@ -377,16 +372,20 @@ def measure_cost(
     cache = target.new_cache(pages, page_size)
     drafting = None if drafter is None else _Context(drafter, drafter.new_cache(pages, page_size))
     layers = drafter.feature_layers if drafter is not None else ()
-    table = torch.arange(pages, device=target.device)[None]
     context = torch.tensor([context_len], device=target.device)
-    anchor = torch.zeros_like(context)
-    greedy = batch_sampling([SamplingParams(temperature=0)], [0], target.device)
+    batch = _Batch(
+        requests=[],
+        sampling=batch_sampling([SamplingParams(temperature=0)], [0], target.device),
+        block_table=torch.arange(pages, device=target.device)[None],
+        context_len=context,
+        anchor=torch.zeros_like(context),
+    )
 
     @torch.inference_mode()
     def run_round(n: int) -> None:
         if drafting is not None:
-            drafting.propose(anchor, table, context, drafting.drafter.block_size, page_size, greedy, "coupled")
-        rows = query_batch(table, context, [n], page_size)
+            drafting.propose(batch, drafting.drafter.block_size, "coupled")
+        rows = query_batch(batch.block_table, context, [n], page_size)
         hidden, features = target.forward(torch.zeros_like(rows.slots), rows, cache, layers)
         target.logits(hidden)
         if drafting is not None:

@@ -66,6 +66,15 @@ class Round:
     emitted: int
 
 
+def mean_emitted(rounds: Sequence[Round]) -> float:
+    """τ, the mean of tokens emitted per round, the bonus included; NaN without rounds.
+
+    >>> mean_emitted([Round(3, 3, 2, 3), Round(3, 3, 0, 1)])
+    2.0
+    """
+    return sum(r.emitted for r in rounds) / len(rounds) if rounds else float("nan")
+
+
 @dataclass(frozen=True)
 class Output:
     """What a step gave one request: new tokens and, when it ended, why."""

@@ -11,7 +11,7 @@ import torch
 
 from dspark.cli.lossless import is_lossless_by_law, is_lossless_by_tokens
 from dspark.cli.setup import make_policy
-from dspark.decode import Completion, Decoder, Round, SamplingParams
+from dspark.decode import Completion, Decoder, Round, SamplingParams, mean_emitted
 from dspark.models.drafter import Drafter
 from dspark.models.target import Target
 from dspark.ops.types import Rule
@@ -190,7 +190,7 @@ def _row(
         tokens_per_s=statistics.median(per_repeat),
         speedup=middle,
         speedup_iqr=(low, high),
-        tau=statistics.fmean(r.accepted + 1 for r in rounds) if rounds else 1.0,
+        tau=mean_emitted(rounds),
         verified_per_round=statistics.fmean(r.verified for r in rounds) if rounds else 0.0,
         accept_by_position=acceptance_by_position(rounds),
         lossless=lossless,

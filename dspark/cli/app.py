@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 COMMANDS = {
-    "generate": "Continue a prompt, or each line of a file, and stream the text.",
+    "generate": "Continue a prompt, or those of a file, and stream the text.",
     "ablate": "Compare policies, rules and temperatures against plain decoding.",
     "train": "Train the tiny pair from this machine's Python standard library.",
     "doctor": "Show versions, devices, extras, and which backend each op takes.",

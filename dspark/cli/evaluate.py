@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dspark.cli.ablation import acceptance_by_position
-from dspark.decode import Decoder, SamplingParams
+from dspark.decode import Decoder, SamplingParams, mean_emitted
 from dspark.models.drafter import DSparkDrafter
 from dspark.models.target import Target
 from dspark.models.training.corpus import Document
@@ -22,7 +22,7 @@ from dspark.policy import FixedK, Outcome, Signals
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-NEW_TOKENS = 64
+NEW_TOKENS = 160
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class _Recorder(FixedK):
 
     def __init__(self, k: int) -> None:
         super().__init__(k)
+        self._shown: Tensor | None = None
         self.confidence: list[Tensor] = []
         self.accepted: list[Tensor] = []
 
@@ -52,10 +53,13 @@ class _Recorder(FixedK):
         return super().plan(signals)
 
     def observe(self, outcome: Outcome) -> None:
-        slot = torch.arange(self._shown.shape[1])
+        shown, self._shown = self._shown, None
+        if shown is None:  # the last token of every request: nothing was drafted
+            return
+        slot = torch.arange(shown.shape[1])
         accepted = slot < outcome.accepted[:, None]  # [R, G]
         reached = (slot <= outcome.accepted[:, None]) & (slot < outcome.lengths[:, None])
-        self.confidence.append(self._shown[reached])
+        self.confidence.append(shown[reached])
         self.accepted.append(accepted[reached])
 
 
@@ -73,15 +77,15 @@ def evaluate(
     for domain in ("code", "prose"):
         chosen = [d for d in docs if d.domain == domain]
         encoded = [tokenizer.encode(d.text).ids for d in chosen]
-        characters = sum(len(d.text.encode()) for d in chosen)
+        num_bytes = sum(len(d.text.encode()) for d in chosen)
         loss, count = _held_out_loss(target, encoded)
-        size = PROMPT_TOKENS + NEW_TOKENS
-        segments = [ids[i : i + PROMPT_TOKENS] for ids in encoded for i in range(0, len(ids) - size + 1, size)]
+        starts = [(ids, i) for ids in encoded for i in range(0, len(ids) - PROMPT_TOKENS + 1, 2 * PROMPT_TOKENS)]
+        segments = [ids[i : i + PROMPT_TOKENS] for ids, i in starts]
         prompts = segments[:: max(1, len(segments) // prompts_per_domain)][:prompts_per_domain]
         result[domain] = {
             "held_out_tokens": sum(map(len, encoded)),
             "loss_nats_per_token": loss,
-            "bits_per_byte": loss * count / characters / 0.6931471805599453,
+            "bits_per_byte": loss * count / num_bytes / math.log(2),
             "prompts": len(prompts),
             "drafting": [asdict(draft_quality(target, drafter, prompts, t)) for t in (0.0, 1.0)],
         }
@@ -96,11 +100,11 @@ def draft_quality(
     decoder = Decoder(target, drafter, recorder, "coupled")
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=NEW_TOKENS) for i in range(len(prompts))]
     rounds = [r for c in decoder.generate(prompts, params) for r in c.rounds]
-    # The last rounds of a request verify fewer drafts than were proposed; they would pull τ down.
-    full = [r for r in rounds if r.verified == r.proposed]
+    # The last rounds of a request verify fewer drafts than were proposed, and would pull τ down.
+    full = [r for r in rounds if r.verified == drafter.block_size]
     return DraftQuality(
         temperature=temperature,
-        tau=statistics.fmean(r.accepted + 1 for r in full),
+        tau=mean_emitted(full),
         accept_by_position=acceptance_by_position(rounds),
         confidence_auc=area_under_curve(torch.cat(recorder.confidence), torch.cat(recorder.accepted)),
         rounds=len(full),

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from dspark.cli.setup import check_policy, check_rule, load_models, make_policy, read_prompts
-from dspark.decode import Decoder, SamplingParams, measure_cost
+from dspark.decode import Decoder, SamplingParams, mean_emitted, measure_cost
 
 app = typer.Typer()
 
@@ -76,7 +76,7 @@ def generate(
             shown = len(so_far)
         seconds = time.perf_counter() - start
         rounds = completion.rounds
-        tau = sum(r.accepted + 1 for r in rounds) / max(1, len(rounds))
+        tau = mean_emitted(rounds)
         if json_output:
             row = dataclasses.asdict(completion) | {
                 "prompt": text,

@@ -44,32 +44,33 @@ def is_lossless_by_tokens(
 ) -> tuple[bool, int]:
     """Whether outputs equal plain decoding's, token for token; and how many part from it at a near tie.
 
-    Sums over different numbers of rows round differently, so two scores within rounding of each other may swap; an
-    output that leaves the plain one there, and only there, passes and is counted.
+    Sums over different numbers of rows round differently, so two scores within rounding of each other may swap. An
+    output that leaves the plain one passes, and is counted, if each of its tokens had the best score after those before
+    it, or one within :data:`NEAR_TIE` of it.
     """
     near_ties = 0
     for prompt, output, reference, sampling in zip(prompts, outputs, plain, params, strict=True):
-        ours, theirs = output.token_ids, reference.token_ids
-        if ours == theirs:
+        if output.token_ids == reference.token_ids:
             continue
-        first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
-        if first is None or _score_gap(target, prompt, ours[: first + 1], theirs[first], sampling) > NEAR_TIE:
+        ended = output.finish_reason == "stop" or len(output.token_ids) == len(reference.token_ids)
+        if not ended or _worst_gap(target, prompt, output.token_ids, sampling) > NEAR_TIE:
             return False, near_ties
         near_ties += 1
     return True, near_ties
 
 
-def _score_gap(
-    target: Target, prompt: Sequence[int], ours: Sequence[int], theirs: int, sampling: SamplingParams
-) -> float:
-    """How far apart the scores of two candidate tokens were: logits when greedy, else perturbed log-probabilities."""
-    scores = replay_logits(target, prompt, ours)[-1:].float()
+def _worst_gap(target: Target, prompt: Sequence[int], token_ids: Sequence[int], sampling: SamplingParams) -> float:
+    """How far any token's score fell short of the best: logits when greedy, else perturbed log-probabilities."""
+    scores = replay_logits(target, prompt, token_ids).float()
     if sampling.temperature > 0:
-        batch = batch_sampling([sampling], [sampling.seed or 0], target.device)
-        scores = transform(scores, batch, torch.zeros(1, dtype=torch.int64, device=target.device))
-        position = torch.tensor([len(prompt) + len(ours) - 1], device=target.device)
-        scores = scores + gumbel(batch.seed, position, scores.shape[1], Stream.TARGET)
-    return float((scores[0, ours[-1]] - scores[0, theirs]).abs())
+        if sampling.seed is None:
+            raise ValueError("params: expected a seed, got None")
+        batch = batch_sampling([sampling], [sampling.seed], target.device)
+        position = len(prompt) + torch.arange(len(token_ids), device=target.device)
+        scores = transform(scores, batch, torch.zeros_like(position))
+        scores = scores + gumbel(batch.seed.expand_as(position), position, scores.shape[1], Stream.TARGET)
+    own = scores.gather(1, torch.tensor(token_ids, device=target.device)[:, None])
+    return float((scores.amax(1, keepdim=True) - own).max())
 
 
 def is_lossless_by_law(

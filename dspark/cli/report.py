@@ -6,13 +6,13 @@ import dataclasses
 import json
 import platform
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
 
+from dspark import __version__
 from dspark.cli.ablation import PLAIN, Row
 
 
@@ -58,7 +58,7 @@ _CAPTION = (
 def environment() -> dict[str, Any]:
     """Where the numbers come from."""
     return {
-        "dspark": version("dspark"),
+        "dspark": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -36,29 +36,29 @@ def read_prompts(path: Path) -> list[Prompt]:
     """Prompts from a file: JSON lines with ``text`` (and ``domain``), or with ``turns``, or else the file as one text.
 
     Raises:
-        ValueError: a JSON line has neither ``text`` nor ``turns``.
+        ValueError: a line of a ``.jsonl`` file is not such an object.
     """
     content = path.read_text(encoding="utf-8")
     if path.suffix != ".jsonl":
         return [Prompt("text", path.name, content)]
     prompts = []
-    for number, line in enumerate(filter(str.strip, content.splitlines()), start=1):
-        row = json.loads(line)
-        text = row.get("text") or "\n".join(row.get("turns", []))
-        if not text:
-            raise ValueError(f"{path}, line {number}: expected text or turns, got {sorted(row)}")
-        prompts.append(Prompt(row.get("domain", path.stem), row.get("source", f"{path.name}:{number}"), text))
+    for number, line in enumerate(content.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            text = row["text"] if "text" in row else "\n".join(row["turns"])
+            prompts.append(Prompt(row.get("domain", path.stem), f"{path.name}:{number}", text))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path}, line {number}: expected a JSON object with text or turns: {error!r}") from error
     return prompts
 
 
 def check_policy(name: str, draft_len: int) -> None:
-    """Raise ``ValueError`` unless ``name`` is a policy that :func:`make_policy` can build for ``draft_len`` drafts."""
-    kind, _, argument = name.partition(":")
-    if kind == "fixed":
-        if not argument.isdigit() or int(argument) > draft_len:
-            raise ValueError(f"policy {name!r}: expected fixed:K with K from 0 to {draft_len}")
-    elif name not in ("plain", "scheduled", "scheduled-lag2", "oracle"):
-        raise ValueError(f"policy {name!r}: expected {POLICY_HELP}")
+    """Raise ``ValueError`` unless ``name`` is a policy that can run with ``draft_len`` drafts."""
+    policy = make_policy(name, CostProfile((1,), (1.0,)), accepted=())
+    if isinstance(policy, FixedK) and policy.k > draft_len:
+        raise ValueError(f"policy {name!r}: expected fixed:K with K from 0 to {draft_len}")
 
 
 def make_policy(name: str, profile: CostProfile | None, accepted: Sequence[int] | None = None) -> VerifyPolicy | None:
@@ -66,21 +66,26 @@ def make_policy(name: str, profile: CostProfile | None, accepted: Sequence[int] 
 
     Args:
         name: see :data:`POLICY_HELP`.
-        profile: cost curve for the scheduled forms.
+        profile: cost curve, for the scheduled forms.
         accepted: accepted drafts of each round of an earlier pass, for the oracle.
+
+    Raises:
+        ValueError: another name, or what the policy needs is None.
     """
     kind, _, argument = name.partition(":")
-    if kind == "fixed":
+    if kind == "fixed" and argument.isdigit():
         return FixedK(int(argument))
-    if kind in ("scheduled", "scheduled-lag2"):
+    if name == "plain":
+        return None
+    if name in ("scheduled", "scheduled-lag2"):
         if profile is None:
             raise ValueError(f"policy {name!r}: needs a cost profile")
-        return ConfidenceScheduled(profile, lag=2 if kind == "scheduled-lag2" else 0)
-    if kind == "oracle":
+        return ConfidenceScheduled(profile, lag=2 if name == "scheduled-lag2" else 0)
+    if name == "oracle":
         if accepted is None:
             raise ValueError("policy 'oracle': replays an earlier pass with the same seed; use it in ablate")
         return Oracle({0: accepted})
-    return None
+    raise ValueError(f"policy {name!r}: expected {POLICY_HELP}")
 
 
 def check_rule(rule: str) -> Rule:

@@ -21,10 +21,13 @@ from dspark.models.training.drafter import TINY_DRAFTER_SHAPE, DrafterTraining, 
 from dspark.models.training.export import save_drafter, save_target
 from dspark.models.training.loop import StepLog, Training, initialise
 from dspark.models.training.prompts import PROMPT_TOKENS, openings, write_prompts
-from dspark.models.training.target import TINY_TARGET_SHAPE, train_target
+from dspark.models.training.target import TINY_TARGET_SHAPE, TargetTraining, train_target
 from dspark.models.transformer import CausalLM
 
-app = typer.Typer(help="Train the tiny pair; each stage resumes where it stopped.", no_args_is_help=True)
+app = typer.Typer(
+    help="Train the tiny pair: target, rollouts, drafter, report, in this order. Trainings resume where they stopped.",
+    no_args_is_help=True,
+)
 
 Out = Annotated[Path, typer.Option(help="Folder for checkpoints, logs and the finished models.")]
 Steps = Annotated[int, typer.Option(help="Optimiser steps.", min=1)]
@@ -32,7 +35,7 @@ Seed = Annotated[int, typer.Option(help="Seed of the initial weights and of the 
 
 
 @app.command()
-def target(out: Out = Path("runs/tiny"), steps: Steps = Training.steps, seed: Seed = Training.seed) -> None:
+def target(out: Out = Path("runs/tiny"), steps: Steps = TargetTraining.steps, seed: Seed = TargetTraining.seed) -> None:
     """Train a tokenizer and the target on the standard library's training files."""
     docs = [d for d in documents() if not d.held_out]
     tokenizer_file = out / "target" / "tokenizer.json"
@@ -42,7 +45,7 @@ def target(out: Out = Path("runs/tiny"), steps: Steps = Training.steps, seed: Se
     tokenizer = load_tokenizer(out / "target")
     network = CausalLM(dataclasses.replace(TINY_TARGET_SHAPE, eos_token_ids=(special_id(tokenizer, END_OF_TEXT),)))
     initialise(network, seed)
-    training = Training(steps=steps, seed=seed)
+    training = TargetTraining(steps=steps, seed=seed)
     _run(
         train_target(network, token_stream(tokenizer, docs, seed), out / "target.pt", training), training, out, "target"
     )
@@ -80,6 +83,8 @@ def drafter(
     """Train the DSpark drafter for the target in OUT/target on its rollouts, and pick the held-out prompts."""
     frozen = load_target(out / "target").network
     tokenizer = load_tokenizer(out / "target")
+    if not (out / "rollouts.pt").exists():
+        raise FileNotFoundError(f"{out / 'rollouts.pt'}: run 'train rollouts' first")
     written = Rollouts(**torch.load(out / "rollouts.pt"))
     config = dataclasses.replace(TINY_DRAFTER_SHAPE, mask_token_id=special_id(tokenizer, MASK))
     network = new_drafter(config, frozen, seed)

@@ -92,7 +92,8 @@ def verify_attention(
             rows than an ancestor word holds, or the backend is unknown or missing.
         TypeError: a dtype differs.
 
-    Computed in float32. Graph-safe: no host read, and shapes come from ``T``, ``B`` and ``max_query_len`` only.
+    Computed in float32, by matrix products over the padded batch: a row's result is the same in any batch up to
+    rounding, not bit for bit. Graph-safe: no host read, and shapes come from ``T``, ``B`` and ``max_query_len`` only.
     """
     _check(q, kv, batch, window, soft_cap, sinks)
     resolve("verify_attention", backend, q)

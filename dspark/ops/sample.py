@@ -143,11 +143,17 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
 
     Graph-safe.
     """
-    cumulative = probs.cumsum(-1)
+    return _first_beyond(probs, probs.cumsum(-1), u)
+
+
+def _first_beyond(probs: Tensor, cumulative: Tensor, u: Tensor) -> Tensor:
+    """The search of :func:`inverse_cdf` in a given running sum, which a parallel scan may leave slightly unordered."""
     total = cumulative[..., -1:]
-    # A parallel scan may round so that its sums are not monotone: a token of probability 0 is never the answer.
-    beyond = (cumulative > u.unsqueeze(-1) * total) & (probs > 0)
-    return torch.where(total.squeeze(-1) > 0, beyond.int().argmax(-1), -1)
+    positive = probs > 0
+    beyond = (cumulative > u.unsqueeze(-1) * total) & positive
+    last = torch.where(positive, torch.arange(probs.shape[-1], device=probs.device), -1).amax(-1)
+    token = torch.where(beyond.any(-1), beyond.int().argmax(-1), last)
+    return torch.where(total.squeeze(-1) > 0, token, -1)
 
 
 def _per_row(values: Tensor, request: Tensor | None) -> Tensor:

@@ -64,9 +64,12 @@ class CostProfile:
             seconds.append(floor)
         return cls(tuple(rows), tuple(seconds))
 
-    @functools.lru_cache(maxsize=16)  # noqa: B019 (a profile is a few numbers, and policies keep it anyway)
     def steps_per_second(self, max_rows: int, device: torch.device | str = "cpu") -> Tensor:
         """The curve as a table ``[max_rows + 1]`` float64 indexed by the number of rows; entry 0 repeats entry 1."""
+        return self._table(max_rows, torch.device(device)).clone()
+
+    @functools.lru_cache(maxsize=16)  # noqa: B019 (a profile is a few numbers, and policies keep it anyway)
+    def _table(self, max_rows: int, device: torch.device) -> Tensor:
         n = torch.arange(max_rows + 1, dtype=torch.float64, device=device).clamp(min=1)
         if len(self.rows) == 1:
             return torch.full_like(n, 1 / self.seconds[0])

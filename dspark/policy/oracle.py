@@ -17,6 +17,9 @@ class Oracle:
     pass's, token for token, and the time it takes is a real measurement. (Verifying ``accepted`` drafts only would draw
     a bonus where a rejection belongs, which is biased; contract C9.)
 
+    Fewer rows may round differently, and a request that leaves its recorded path at a near tie (its accepted count
+    differs) is no longer known; from then on all its drafts are verified. ``diverged`` holds the ids of such requests.
+
     Args:
         accepted: for each request id, the accepted drafts of each of its rounds in a pass that verified everything.
 
@@ -27,6 +30,7 @@ class Oracle:
     def __init__(self, accepted: Mapping[int, Sequence[int]]) -> None:
         self._accepted = {request: list(counts) for request, counts in accepted.items()}
         self._round: dict[int, int] = {}
+        self.diverged: set[int] = set()
 
     def __repr__(self) -> str:
         return "Oracle()"
@@ -34,6 +38,9 @@ class Oracle:
     def plan(self, signals: Signals) -> Tensor:
         counts = []
         for request in signals.request_ids:
+            if request in self.diverged:
+                counts.append(signals.draft_len)
+                continue
             recorded, index = self._accepted.get(request, []), self._round.get(request, 0)
             if index >= len(recorded):
                 raise ValueError(
@@ -43,5 +50,8 @@ class Oracle:
         return torch.minimum(torch.tensor(counts, device=signals.max_lengths.device), signals.max_lengths)
 
     def observe(self, outcome: Outcome) -> None:
-        for request in outcome.request_ids:
-            self._round[request] = self._round.get(request, 0) + 1
+        for request, accepted in zip(outcome.request_ids, outcome.accepted.tolist(), strict=True):
+            recorded, index = self._accepted.get(request, []), self._round.get(request, 0)
+            if recorded[index : index + 1] != [accepted]:
+                self.diverged.add(request)
+            self._round[request] = index + 1

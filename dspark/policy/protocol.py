@@ -56,5 +56,8 @@ class VerifyPolicy(Protocol):
         ...
 
     def observe(self, outcome: Outcome) -> None:
-        """Learn from a finished round."""
+        """Learn from a finished round.
+
+        Also called, without a :meth:`plan` before it, for a round in which no request had room for a draft.
+        """
         ...

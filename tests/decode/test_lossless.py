@@ -16,6 +16,7 @@ from dspark.models import Target
 from dspark.models.cache import query_batch
 from dspark.policy import ConfidenceScheduled, FixedK, Oracle, Outcome, Signals, VerifyPolicy
 from tests.decode.pairs import CROWDED, GOLDEN_DRAFTERS, STEEP, golden_drafter, golden_target, narrow_pair
+from tests.tolerances import CHI_SQUARE, LOGITS
 
 
 class Erratic:
@@ -98,7 +99,7 @@ def test_p20_coupled_output_equals_plain_decoding(
         assert completion.token_ids == expected.token_ids
         assert completion.finish_reason == expected.finish_reason == "length"
         torch.testing.assert_close(
-            torch.tensor(completion.logprobs), torch.tensor(expected.logprobs), atol=1e-4, rtol=1e-4
+            torch.tensor(completion.logprobs), torch.tensor(expected.logprobs), atol=LOGITS, rtol=0
         )
 
 
@@ -167,6 +168,6 @@ def test_ratio_output_has_the_plain_law(policy: VerifyPolicy) -> None:
     wanted = torch.cat([expected[common], expected[~common].sum()[None]])
     statistic = ((observed - wanted) ** 2 / wanted.clamp(min=1e-9)).sum()
     degrees = torch.tensor(common.sum().item(), dtype=torch.float64)
-    assert torch.special.gammaincc(degrees / 2, statistic / 2) > 1e-4
+    assert torch.special.gammaincc(degrees / 2, statistic / 2) > CHI_SQUARE
     verified = [r.verified for c in completions for r in c.rounds]
     assert len(set(verified)) > 1, "the policy never chose; the test would show nothing"

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import dspark.decode
+from dspark.cli.lossless import replay_logits
 from dspark.decode import Decoder, SamplingParams, measure_cost
 from dspark.models import Target
 from dspark.policy import ConfidenceScheduled, FixedK, Signals
 from tests.decode.pairs import STEEP, golden_drafter, golden_target
+from tests.tolerances import LOGITS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 PROMPTS = [[5, 17, 200], [9], list(range(40, 75))]
@@ -31,7 +33,7 @@ def test_a_completion_counts_every_token_once(plain_outputs: list[list[int]]) ->
     for completion in decoder().generate(PROMPTS, GREEDY):
         assert len(completion.token_ids) == len(completion.logprobs) == 1 + sum(r.emitted for r in completion.rounds)
         for r in completion.rounds:
-            assert r.proposed == 7
+            assert r.proposed in (0, 7)
             assert 0 <= r.accepted <= r.verified <= 7
             assert r.emitted == r.accepted + 1
 
@@ -101,9 +103,11 @@ def test_p16_a_stop_token_ends_the_request_at_any_block_position(index: int, pla
         stop = output[index]
         expected = output[: output.index(stop) + 1]
         params = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=(stop,))
-        [completion] = decoder().generate([prompt], params)
+        running = decoder()
+        [completion] = running.generate([prompt], params)
         assert completion.token_ids == expected
         assert completion.finish_reason == "stop"
+        assert running.free_pages == 256
         assert len(completion.token_ids) == 1 + sum(r.emitted for r in completion.rounds)
 
 
@@ -173,10 +177,10 @@ def test_p24_a_cost_curve_is_required() -> None:
         ConfidenceScheduled(None)  # type: ignore[arg-type]
 
 
-def test_measured_cost_grows_with_rows() -> None:
+def test_cost_is_measured_at_powers_of_two() -> None:
     profile = measure_cost(golden_target(), golden_drafter("vanilla"), max_rows=16, context_len=32, repeats=2)
     assert profile.rows == (1, 2, 4, 8, 16)
-    assert list(profile.seconds) == sorted(profile.seconds)
+    assert all(s > 0 for s in profile.seconds)
 
 
 def test_measured_cost_needs_room() -> None:
@@ -271,11 +275,29 @@ def test_p01_ratio_refuses_a_seed_twice() -> None:
     params = SamplingParams(seed=3, max_tokens=4)
     running = decoder(rule="ratio")
     running.add_request([5], params)
-    with pytest.raises(ValueError, match="seed: 3 belongs to another unfinished request"):
+    with pytest.raises(ValueError, match="seed: 3 was used before"):
         running.add_request([6], params)
     list(running.stream())
-    running.add_request([6], params)
+    # A policy may still remember the first one's confidences.
+    with pytest.raises(ValueError, match="seed: 3 was used before"):
+        running.add_request([6], params)
     decoder(rule="coupled").generate([[5], [6]], params)
+
+
+def test_generate_queues_all_or_nothing() -> None:
+    running = decoder()
+    with pytest.raises(ValueError, match="prompt: expected at least one token id"):
+        running.generate([[5], []], GREEDY)
+    assert not running.unfinished
+    assert [c.request_id for c in running.generate([[5]], GREEDY)] == [0]
+
+
+def test_p15_logprobs_are_the_targets_under_ratio() -> None:
+    params = [SamplingParams(temperature=0.7, top_p=0.9, seed=i, max_tokens=24) for i in range(3)]
+    for prompt, completion in zip(PROMPTS, decoder(rule="ratio").generate(PROMPTS, params), strict=True):
+        logits = replay_logits(golden_target(), prompt, completion.token_ids)
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None]).squeeze(1)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=LOGITS, rtol=0)
 
 
 def test_as_many_sampling_parameters_as_prompts() -> None:

@@ -44,7 +44,7 @@ def markov(logits: Tensor, params: SamplingParams) -> Model:
     """A model of the last two tokens: ``logits [V, V, V]``, warped as the package warps them."""
     vocab_size = logits.shape[-1]
     rows = logits.reshape(-1, vocab_size)  # [V * V, V]
-    warped = transform(rows, batch_sampling([params] * len(rows))).double().softmax(-1)
+    warped = transform(rows, batch_sampling([params] * len(rows), [0] * len(rows))).double().softmax(-1)
     table = [[tuple(row) for row in block] for block in warped.view(vocab_size, vocab_size, -1).tolist()]
     return lambda tokens: table[tokens[-2]][tokens[-1]]
 

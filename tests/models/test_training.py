@@ -22,9 +22,9 @@ from dspark.models.training.corpus import (
 )
 from dspark.models.training.drafter import DrafterTraining, Rollouts, block_losses, new_drafter, train_drafter
 from dspark.models.training.export import save_drafter, save_target
-from dspark.models.training.loop import Training, initialise, learning_rate
+from dspark.models.training.loop import initialise, learning_rate
 from dspark.models.training.prompts import openings, write_prompts
-from dspark.models.training.target import language_model_loss, train_target
+from dspark.models.training.target import TargetTraining, language_model_loss, train_target
 from dspark.models.transformer import CausalLM
 from dspark.ops.sample import transform
 from dspark.requests import SamplingParams, batch_sampling
@@ -41,8 +41,8 @@ MODEL = ModelConfig(
     max_position_embeddings=64,
     tie_word_embeddings=True,
 )
-TARGET_RUN = Training(steps=40, batch=4, length=32, peak_rate=1e-2, warmup=5, save_every=10)
-DRAFTER_RUN = DrafterTraining(steps=40, batch=2, length=32, peak_rate=1e-2, warmup=5, save_every=10, anchors=6)
+TARGET_RUN = TargetTraining(steps=40, batch=4, length=32, peak_rate=1e-2, warmup=5, save_every=10)
+DRAFTER_RUN = DrafterTraining(steps=40, batch=2, peak_rate=1e-2, warmup=5, save_every=10, anchors=6)
 
 
 def drafter_config(head: str) -> DrafterConfig:

@@ -30,9 +30,9 @@ def signals(
     )
 
 
-def outcome(request_ids: tuple[int, ...]) -> Outcome:
-    zeros = torch.zeros(len(request_ids), dtype=torch.long)
-    return Outcome(request_ids, zeros, zeros)
+def outcome(request_ids: tuple[int, ...], accepted: tuple[int, ...] = ()) -> Outcome:
+    counts = torch.tensor(accepted) if accepted else torch.zeros(len(request_ids), dtype=torch.long)
+    return Outcome(request_ids, counts, counts)
 
 
 def test_signals_hold_nothing_that_was_drawn() -> None:
@@ -151,15 +151,25 @@ def test_the_scheduler_refuses_other_lags_and_missing_confidences() -> None:
 def test_the_oracle_verifies_through_the_first_rejected_draft() -> None:
     policy = Oracle({0: [0, 2], 1: [3, 1]})
     assert policy.plan(signals(None, requests=2)).tolist() == [1, 3]  # 3 accepted of 3: none is rejected
-    policy.observe(outcome((0, 1)))
+    policy.observe(outcome((0, 1), (0, 3)))
     assert policy.plan(signals(None, requests=2)).tolist() == [3, 2]
+    assert not policy.diverged
+
+
+def test_p19_the_oracle_verifies_all_once_a_request_has_left_its_path() -> None:
+    policy = Oracle({0: [0, 0, 0], 1: [0, 0, 0]})
+    policy.observe(outcome((0, 1), (0, 1)))
+    assert policy.diverged == {1}
+    assert policy.plan(signals(None, requests=2)).tolist() == [1, 3]
+    policy.observe(outcome((0, 1), (0, 0)))
+    assert policy.plan(signals(None, requests=2)).tolist() == [1, 3]
 
 
 def test_the_oracle_goes_by_request_and_not_by_place() -> None:
     policy = Oracle({7: [0, 2], 4: [1]})
     caps = torch.tensor([3, 3])
     assert policy.plan(Signals((4, 7), caps, 3, None)).tolist() == [2, 1]
-    policy.observe(outcome((7,)))
+    policy.observe(outcome((7,), (0,)))
     assert policy.plan(Signals((7, 4), caps, 3, None)).tolist() == [3, 2]
     assert policy.plan(Signals((7, 4), torch.tensor([1, 0]), 3, None)).tolist() == [1, 0]
 

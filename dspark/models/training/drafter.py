@@ -1,7 +1,7 @@
 """Training of a DSpark drafter for a frozen target, with the paper's three losses (section 3.3).
 
-Random anchors cut blocks out of real text. The block sees the target's features of everything before its anchor; the
-sequential head is teacher-forced. Targets are the frozen model's own distributions at the same places.
+Random anchors cut blocks out of texts that the target wrote. A block sees the target's features of everything before
+its anchor, and the sequential head is teacher-forced. What is learnt is the frozen target's own distribution there.
 """
 
 from __future__ import annotations

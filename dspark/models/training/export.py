@@ -34,3 +34,4 @@ def _write(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor
     (folder / "config.json").write_text(json.dumps(named, indent=2) + "\n")
     tensors = {name: w.detach().to(dtype).contiguous() for name, w in weights.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # the library writes files for the owner alone

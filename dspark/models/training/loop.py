@@ -18,7 +18,7 @@ class Training:
 
     Attributes:
         steps: optimiser steps; the learning rate ends at 5 % of ``peak_rate``.
-        batch, length: sequences per step and tokens in each.
+        batch: sequences per step.
         peak_rate, warmup: learning rate at its highest, and the steps it takes to get there.
         weight_decay: AdamW's, on matrices only.
         seed: of initialisation and of the data's order.
@@ -27,7 +27,6 @@ class Training:
 
     steps: int = 2400
     batch: int = 4
-    length: int = 512
     peak_rate: float = 2e-3
     warmup: int = 150
     weight_decay: float = 0.1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,13 @@ TINY_TARGET_SHAPE = ModelConfig(
 )
 
 
+@dataclass(frozen=True)
+class TargetTraining(Training):
+    """Hyper-parameters of the target's training; ``length`` is the tokens in each sequence."""
+
+    length: int = 512
+
+
 def causal_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Dense causal attention over ``[B, L, H, D]``."""
     out = F.scaled_dot_product_attention(
@@ -43,7 +51,7 @@ def language_model_loss(network: CausalLM, tokens: Tensor) -> Tensor:
     return F.cross_entropy(network.logits(hidden).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def train_target(network: CausalLM, stream: np.ndarray, checkpoint: Path, t: Training) -> Iterator[StepLog]:
+def train_target(network: CausalLM, stream: np.ndarray, checkpoint: Path, t: TargetTraining) -> Iterator[StepLog]:
     """Train a target on ``stream [n]`` (uint16 token ids), yielding after every step; see :func:`run_training`."""
 
     def losses(step: int) -> Losses:
