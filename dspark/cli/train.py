@@ -55,7 +55,7 @@ def target(out: Out = Path("runs/tiny"), steps: Steps = TargetTraining.steps, se
 @app.command()
 def rollouts(
     out: Out = Path("runs/tiny"),
-    count: Annotated[int, typer.Option(help="Texts to write.", min=1)] = 1536,
+    count: Annotated[int, typer.Option(help="Texts to write.", min=1)] = 4608,
     new_tokens: Annotated[int, typer.Option(help="Tokens in each, after its prompt.", min=1)] = 160,
     seed: Seed = DrafterTraining.seed,
 ) -> None:

@@ -6,6 +6,7 @@ import math
 from typing import Literal, overload
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from dspark.ops.backend import resolve
@@ -113,13 +114,15 @@ def verify_attention(
     v.nan_to_num_(0.0, 0.0, 0.0)
 
     # The rows of a key head's whole group stand together, so that its keys are read once.
-    grouped = q.index_select(0, rows.flatten()).float() * (head_dim**-0.5 if scale is None else scale)
-    grouped = grouped.view(requests, max_rows, kv_heads, group, head_dim).transpose(1, 2)  # [R, Hkv, Q, g, D]
-    scores = grouped.flatten(2, 3) @ k.permute(0, 2, 3, 1)  # [R, Hkv, Q*g, L]
+    scaled = q.index_select(0, rows.flatten()).float() * (head_dim**-0.5 if scale is None else scale)
+    grouped = rearrange(scaled, "(R Q) (Hkv g) D -> R Hkv (Q g) D", R=requests, Q=max_rows, g=group)
+    scores = grouped @ k.permute(0, 2, 3, 1)  # [R, Hkv, Q*g, L]
     if soft_cap:
         scores.div_(soft_cap).tanh_().mul_(soft_cap)
     scores.add_(flaw.transpose(1, 2)[:, :, None])
-    scores.view(*grouped.shape[:4], visible.shape[-1]).masked_fill_(~visible[:, None, :, None], -math.inf)
+    scores.view(requests, kv_heads, max_rows, group, visible.shape[-1]).masked_fill_(
+        ~visible[:, None, :, None], -math.inf
+    )
     if sinks is None:
         weights = scores.softmax(-1)
         exists = exists & visible.any(-1)
@@ -127,15 +130,15 @@ def verify_attention(
         sink = sinks.float().view(kv_heads, 1, group).expand(requests, -1, max_rows, -1).flatten(2, 3)  # [R, Hkv, Q*g]
         scores = torch.cat([scores, sink[..., None]], dim=-1)
         weights = scores.softmax(-1)[..., :-1]
-    out = (weights @ v.transpose(1, 2)).view(grouped.shape)  # [R, Hkv, Q, g, D]
+    out = rearrange(weights @ v.transpose(1, 2), "R Hkv (Q g) D -> (R Q) (Hkv g) D", g=group)
 
     # Back to ragged rows; what belongs to no row lands in one more row that is cut off.
     row = torch.where(exists, rows, num_rows).flatten()  # [R*Q]
     result = q.new_zeros(num_rows + 1, num_heads, head_dim)
-    result.index_copy_(0, row, out.transpose(1, 2).reshape(-1, num_heads, head_dim).to(q.dtype))
+    result.index_copy_(0, row, out.to(q.dtype))
     if not return_lse:
         return result[:num_rows]
-    lse = scores.logsumexp(-1).view(grouped.shape[:4]).transpose(1, 2).reshape(-1, num_heads)  # [R*Q, Hq]
+    lse = rearrange(scores.logsumexp(-1), "R Hkv (Q g) -> (R Q) (Hkv g)", g=group)
     padded = q.new_full((num_rows + 1, num_heads), -math.inf, dtype=torch.float32)
     return result[:num_rows], padded.index_copy_(0, row, lse)[:num_rows]
 

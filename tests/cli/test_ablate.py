@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from dspark.cli.ablation import PLAIN, Plan, Row, run_ablation
 from dspark.cli.app import app
 from dspark.cli.evaluate import area_under_curve, draft_quality
-from dspark.cli.lossless import is_lossless_by_law, is_lossless_by_tokens, replay_logits
+from dspark.cli.lossless import NEAR_TIE, is_lossless_by_law, is_lossless_by_tokens, replay_logits
 from dspark.decode import Decoder, SamplingParams
 from dspark.models import DSparkDrafter, Target, held_out_prompts, load_tokenizer, tiny_pair
 from dspark.policy import CostProfile
@@ -107,7 +107,7 @@ def test_p19_a_near_tie_passes_and_is_counted(
     gap: float, pair: tuple[Target, DSparkDrafter], prompts: list[list[int]]
 ) -> None:
     target = Target(copy.deepcopy(pair[0].network))
-    params = [SamplingParams(temperature=0, max_tokens=4)]
+    params = [SamplingParams(temperature=0, max_tokens=1)]
     [plain] = Decoder(target).generate(prompts[:1], params)
     first = plain.token_ids[0]
     twin = (first + 1) % target.vocab_size
@@ -116,9 +116,13 @@ def test_p19_a_near_tie_passes_and_is_counted(
     head.weight = torch.nn.Parameter(head.weight.clone(), requires_grad=False)
     logit = float(replay_logits(target, prompts[0], [first])[0, first])
     head.weight[twin] = head.weight[first] * (1 - gap / logit)
-    other = dataclasses.replace(plain, token_ids=[twin, *plain.token_ids[1:]])
-    near = gap < 1e-4
+    other = dataclasses.replace(plain, token_ids=[twin])
+    near = gap < NEAR_TIE
     assert is_lossless_by_tokens(target, prompts[:1], [other], [plain], params) == (near, int(near))
+    # What follows a near tie is held to the same standard.
+    worst = int(replay_logits(target, prompts[0], [twin, 0])[1].argmin())
+    longer = [dataclasses.replace(plain, token_ids=ids) for ids in ([twin, worst], [first, worst])]
+    assert is_lossless_by_tokens(target, prompts[:1], longer[:1], longer[1:], params) == (False, 0)
 
 
 def test_output_at_another_temperature_fails_the_law(

@@ -46,7 +46,7 @@ class DrafterTraining(Training):
             confidence loss.
     """
 
-    steps: int = 5600
+    steps: int = 7200
     batch: int = 8
     peak_rate: float = 1.5e-3
     weight_decay: float = 0.05
