@@ -1,8 +1,9 @@
-"""Tools to certify a policy, a rule or a scheduler: exact laws of whole decoding processes, and causality."""
+"""Tools to certify a policy, a rule or an engine: exact laws of decoding processes, causality, goodness of fit."""
 
 from dspark.testing.causality import Turn, assert_non_anticipating, find_anticipation, random_history
 from dspark.testing.law import JointLaw, exact_law, marginal, plain_law, total_variation
 from dspark.testing.rules import CoupledToy, Noise, RatioToy, Realisation, ToyRequest, ToyRule, stepwise
+from dspark.testing.statistics import probability_integral, uniformity_p_value
 
 __all__ = [
     "CoupledToy",
@@ -18,7 +19,9 @@ __all__ = [
     "find_anticipation",
     "marginal",
     "plain_law",
+    "probability_integral",
     "random_history",
     "stepwise",
     "total_variation",
+    "uniformity_p_value",
 ]
