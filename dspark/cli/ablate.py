@@ -29,9 +29,9 @@ def ablate(
     policy: Annotated[list[str], typer.Option(help=f"Repeatable: {POLICY_HELP}")] = _POLICIES,
     rule: Annotated[list[str], typer.Option(help="Repeatable: coupled, ratio.")] = _RULES,
     temperature: Annotated[list[float], typer.Option(help="Repeatable.", min=0.0)] = _TEMPERATURES,
-    prompts: Annotated[int, typer.Option(help="How many prompts, taken evenly over the file.", min=1)] = 8,
-    repeats: Annotated[int, typer.Option(help="Paired measurements of each prompt.", min=1)] = 3,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to emit per prompt.", min=2)] = 64,
+    prompts: Annotated[int, typer.Option(help="How many prompts, taken evenly over the file.", min=1)] = 4,
+    repeats: Annotated[int, typer.Option(help="Paired measurements of each prompt.", min=1)] = 2,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to emit per prompt.", min=2)] = 80,
     seed: Annotated[int, typer.Option(help="Prompt i is sampled with seed + i.")] = 0,
     file: Annotated[Path | None, typer.Option(help="Prompts: text, or JSON lines; held-out text by default.")] = None,
     target: Annotated[Path | None, typer.Option(help="Hugging Face folder; the tiny pair by default.")] = None,
@@ -56,6 +56,8 @@ def ablate(
         seed=seed,
     )
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)  # a file has no width, and the table would be folded to 80 columns
     columns = (TextColumn("{task.description:<34}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("measuring what a round costs", total=plan.runs)

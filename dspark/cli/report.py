@@ -106,7 +106,8 @@ def write_picture(path: Path, rows: Sequence[Row]) -> None:
         right.plot(range(1, len(deepest) + 1), [float("nan") if a is None else a for a in deepest], "o-", label=label)
     left.axhline(1, color="black", linewidth=1)
     left.set(ylabel="speed-up over plain decoding", xticks=range(len(policies)), xticklabels=policies)
-    left.legend()
+    left.margins(y=0.3)
+    left.legend(loc="upper left", ncols=2)
     right.set(xlabel="draft position", ylabel="accepted, given its predecessors", ylim=(0, 1.02))
     right.legend()
     for axes in (left, right):
