@@ -10,15 +10,22 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-full lint bench
+# Other versions of Triton that kernels must run on: each a venv that overlays .venv with tests/triton-VERSION.txt.
+TRITONS := 3.6.0 3.9.0
+
+.PHONY: help demo test test-full lint bench kernels traffic test-triton
+.SECONDARY: $(TRITONS:%=.venv-triton-%/.installed)
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo       decode held-out text with the tiny pair and compare the policies"
-	@echo "make test       the tests, without the slow ones"
-	@echo "make test-full  all tests"
-	@echo "make lint       ruff and mypy"
-	@echo "make bench      host overhead of the ops"
+	@echo "make demo         decode held-out text with the tiny pair and compare the policies"
+	@echo "make test         the tests, without the slow ones"
+	@echo "make test-full    all tests"
+	@echo "make lint         ruff and mypy"
+	@echo "make bench        the benchmarks: host overhead of the ops, and their kernels where there is a GPU"
+	@echo "make kernels      compile every kernel with no GPU; its registers, memory and instructions as a table"
+	@echo "make traffic      count the bytes that kernels ask for, beside the cost model and the lower bound"
+	@echo "make test-triton  the kernels' tests on Triton $(TRITONS)"
 
 demo: $(STAMP)
 	$(PY) -m dspark ablate $(DEMO_ARGS)
@@ -35,7 +42,28 @@ lint: $(STAMP)
 	$(PY) -m mypy
 
 bench: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest benchmarks -q --benchmark-columns=min,median,iqr,rounds
+	OMP_NUM_THREADS=1 $(PY) -m pytest --benchmark -q
+
+kernels: $(STAMP)
+	$(PY) -m tests.gates.kernel_table
+
+traffic: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m tests.gates.traffic_table
+
+test-triton: $(TRITONS:%=test-triton-%)
+
+test-triton-%: .venv-triton-%/.installed
+	OMP_NUM_THREADS=1 .venv-triton-$*/bin/python -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal tests \
+	  -m "triton and not slow"
+
+SITE_PACKAGES := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+
+.venv-triton-%/.installed: tests/triton-%.txt $(STAMP)
+	rm -rf $(@D)
+	$(PY) -m venv --without-pip $(@D)
+	$(PY) $(SITE_PACKAGES) > "$$($(@D)/bin/python $(SITE_PACKAGES))/below.pth"
+	$(PY) -m pip --python $(@D)/bin/python install -q --no-deps --ignore-installed -r $<
+	@touch $@
 
 # A Python without ensurepip (Debian without python3-venv) gets a venv that its own pip fills.
 $(PY):

@@ -16,12 +16,14 @@ from torch import Tensor
 from dspark.models.cache import PagedCache, PagePool, pages_for, query_batch
 from dspark.models.drafter import Drafter
 from dspark.models.target import Target
-from dspark.ops.accept import accept
+from dspark.ops.accept import RULES_OF_Q, accept
 from dspark.ops.ragged import row_index
-from dspark.ops.types import Draft, QueryBatch, Rule, Sampling, Status, Stream, Verdict
+from dspark.ops.types import DenseQ, Draft, QueryBatch, Rule, Sampling, Status, Stream, Verdict
 from dspark.policy.cost import CostProfile
 from dspark.policy.fixed import FixedK
+from dspark.policy.oracle import Oracle
 from dspark.policy.protocol import Outcome, Signals, VerifyPolicy
+from dspark.processing import Processing
 from dspark.requests import Completion, Output, Request, Round, SamplingParams, batch_sampling, mean_emitted
 
 __all__ = ["Completion", "Decoder", "Output", "Round", "SamplingParams", "mean_emitted", "measure_cost"]
@@ -36,6 +38,13 @@ class _Batch:
     block_table: Tensor  # [R, B]
     context_len: Tensor  # [R], also the anchor's position
     anchor: Tensor  # [R]
+    processing: Processing | None = None  # when some request asks for logits processors
+
+    def rows(self, lengths: Sequence[int], page_size: int, bidirectional: bool = False) -> QueryBatch:
+        """Rows after each request's committed tokens, over the columns of the block table that they can reach."""
+        after = [len(r.prompt) + len(r.completion.token_ids) - 1 + max(lengths) for r in self.requests]
+        table = self.block_table[:, : pages_for(max(after), page_size)] if after else self.block_table
+        return query_batch(table, self.context_len, lengths, page_size, bidirectional=bidirectional)
 
 
 @dataclass(frozen=True)
@@ -50,8 +59,7 @@ class _Context:
 
     def propose(self, batch: _Batch, draft_len: int, rule: Rule) -> Draft:
         # A whole block, of which draft_len slots are used: fewer rows would be another input than the trained one.
-        lengths = [self.drafter.block_size] * len(batch.anchor)
-        rows = query_batch(batch.block_table, batch.context_len, lengths, self.cache.page_size, bidirectional=True)
+        rows = batch.rows([self.drafter.block_size] * len(batch.anchor), self.cache.page_size, bidirectional=True)
         return self.drafter.propose(
             batch.anchor,
             rows,
@@ -60,7 +68,7 @@ class _Context:
             sampling=batch.sampling,
             position=batch.context_len,
             stream=Stream.TARGET if rule == "coupled" else Stream.DRAFT,
-            return_logits=rule != "coupled",
+            return_logits=rule in RULES_OF_Q,
         )
 
 
@@ -71,8 +79,8 @@ class Decoder:
         target: the model whose output counts.
         drafter: proposes tokens; None is plain decoding.
         policy: decides how many drafts to verify; all of them by default.
-        rule: ``"coupled"`` (output bitwise equal to plain sampling with the same seed) or ``"ratio"``
-            (Leviathan/Chen; same law, other draws).
+        rule: ``"coupled"`` (output bitwise equal to plain sampling with the same seed), ``"match"``, ``"ratio"``
+            (Leviathan/Chen; same law, other draws) or ``"block"``; see :func:`~dspark.ops.accept.accept`.
         draft_len: drafts per round (γ), at most the drafter's block size, which is the default.
         num_pages, page_size: size of the key/value cache, shared by all requests.
         max_batch: most requests running at once.
@@ -80,7 +88,8 @@ class Decoder:
     Requests wait, in order, until the cache has room for all they may ever need, so a running request never runs out.
 
     Raises:
-        ValueError: an unknown rule, a draft length above the block size, or a policy without a drafter.
+        ValueError: an unknown rule, a draft length above the block size, a policy without a drafter, or an oracle
+            under ``"block"``.
     """
 
     def __init__(
@@ -105,6 +114,8 @@ class Decoder:
             raise ValueError(f"draft_len: expected 0 to the drafter's block size {block_size}, got {draft_len}")
         if max_batch < 1:
             raise ValueError(f"max_batch: expected at least 1, got {max_batch}")
+        if rule == "block" and isinstance(policy, Oracle):
+            raise ValueError("policy: Oracle under rule 'block' would bias the output (see Oracle); take another")
         self.target, self.drafter, self.rule = target, drafter, rule
         self.policy: VerifyPolicy = policy if policy is not None else FixedK(self.draft_len)
         self.max_batch, self.page_size = max_batch, page_size
@@ -113,7 +124,7 @@ class Decoder:
         self._context = None if drafter is None else _Context(drafter, drafter.new_cache(num_pages, page_size))
         self._waiting: deque[Request] = deque()
         self._batch: _Batch | None = None
-        self._seeds: set[int] = set()  # that requests had so far, under ratio
+        self._seeds: set[int] = set()  # that requests had so far, under ratio and block
         self._next_id = 0
 
     # Requests
@@ -126,7 +137,7 @@ class Decoder:
 
         Raises:
             ValueError: an empty prompt, a token id outside the vocabulary, a request that could never fit into the
-                model's context or into the cache, or (rule ``"ratio"``) a seed that this decoder has used before.
+                model's context or into the cache, or (rules ``"ratio"``, ``"block"``) a seed used before.
         """
         return self._queue([(prompt, sampling or SamplingParams())])[0]
 
@@ -136,11 +147,11 @@ class Decoder:
         seeds = set(self._seeds)
         for prompt, params in asked:
             request = self._checked(prompt, params, self._next_id + len(requests))
-            if self.rule == "ratio" and self.drafter is not None:
+            if self.rule in RULES_OF_Q and self.drafter is not None:
                 if request.seed in seeds:
                     raise ValueError(
-                        f"seed: {request.seed} was used before; under rule 'ratio' every request of a decoder needs "
-                        "its own (leave seed None to get one), or a policy could know a draft before it is made"
+                        f"seed: {request.seed} was used before; under rule {self.rule!r} every request of a decoder "
+                        "needs its own (leave seed None to get one), or a policy could know a draft before it is made"
                     )
                 seeds.add(request.seed)
             requests.append(request)
@@ -150,19 +161,12 @@ class Decoder:
         return [request.completion for request in requests]
 
     def _checked(self, prompt: Sequence[int], params: SamplingParams, request_id: int) -> Request:
-        limit, vocab_size = self.target.config.max_position_embeddings, self.target.vocab_size
-        if not prompt:
-            raise ValueError("prompt: expected at least one token id, got none")
-        for token in (min(prompt), max(prompt)):
-            if not 0 <= token < vocab_size:
-                raise ValueError(f"prompt: expected token ids from 0 to {vocab_size - 1}, got {token}")
-        if len(prompt) >= limit:
-            raise ValueError(f"prompt: expected fewer than {limit} tokens (the model's context), got {len(prompt)}")
-        max_tokens = min(params.max_tokens, limit - len(prompt))
-        request = Request(list(prompt), params, max_tokens, Completion(request_id))
-        if self._pages_needed(request) > self._pool.num_pages:
+        limit = self.target.config.max_position_embeddings
+        request = Request.checked(prompt, params, request_id, self.target.vocab_size, limit)
+        needed = self._pages_needed(request)
+        if needed > self._pool.num_pages:
             raise ValueError(
-                f"prompt: {len(prompt)} tokens and {max_tokens} to emit need {self._pages_needed(request)} pages of "
+                f"prompt: {len(prompt)} tokens and {request.max_tokens} to emit need {needed} pages of "
                 f"{self.page_size}, and the cache has {self._pool.num_pages}"
             )
         return request
@@ -245,7 +249,7 @@ class Decoder:
         draft, caps = self._draft(batch)
         lengths = self._plan(batch, draft, caps)
         counts = [n + 1 for n in lengths.tolist()]
-        rows = query_batch(batch.block_table, batch.context_len, counts, self.page_size)
+        rows = batch.rows(counts, self.page_size)
         proposed = batch.anchor[:, None] if draft is None else torch.cat([batch.anchor[:, None], draft.tokens], dim=1)
         request, offset = row_index(rows.query_start, sum(counts))
         tokens = proposed[request, offset]  # [T]
@@ -256,8 +260,7 @@ class Decoder:
         if self._context is not None:
             committed = torch.where(offset < verdict.num_emitted[request], rows.slots, -1)
             self._context.extend(features, replace(rows, slots=committed))
-            accepted = (verdict.num_emitted - 1).clamp(min=0)
-            self.policy.observe(Outcome(_ids(batch), lengths, accepted))
+            self.policy.observe(Outcome(_ids(batch), lengths, (verdict.num_emitted - 1).clamp(min=0)))
         batch.context_len = batch.context_len + verdict.num_emitted
         batch.anchor = verdict.tokens.gather(1, (verdict.num_emitted - 1).clamp(min=0)[:, None]).squeeze(1)
 
@@ -287,16 +290,19 @@ class Decoder:
     def _accept(
         self, batch: _Batch, hidden: Tensor, tokens: Tensor, query_start: Tensor, width: int, draft: Draft | None = None
     ) -> Verdict:
-        return accept(
-            self.target.logits(hidden),
+        logits = self.target.logits(hidden)
+        processing = batch.processing
+        verdict = accept(
+            logits if processing is None else processing.apply(logits, tokens, query_start, width),
             tokens,
             query_start,
             rule=self.rule,
             sampling=batch.sampling,
             position=batch.context_len,
             max_query_len=width,
-            draft_logits=draft.logits if draft is not None else None,
+            q=None if draft is None or draft.logits is None else DenseQ(draft.logits),
         )
+        return verdict if processing is None else processing.commit(verdict, logits, query_start)
 
     # Host bookkeeping
 
@@ -339,6 +345,7 @@ class Decoder:
             block_table=torch.tensor(table, device=device),
             context_len=torch.tensor(context, device=device),
             anchor=torch.tensor(last, device=device),
+            processing=Processing.of(requests, self.target.vocab_size, device),
         )
 
 
@@ -372,24 +379,22 @@ def measure_cost(
     cache = target.new_cache(pages, page_size)
     drafting = None if drafter is None else _Context(drafter, drafter.new_cache(pages, page_size))
     layers = drafter.feature_layers if drafter is not None else ()
-    context = torch.tensor([context_len], device=target.device)
     batch = _Batch(
         requests=[],
         sampling=batch_sampling([SamplingParams(temperature=0)], [0], target.device),
         block_table=torch.arange(pages, device=target.device)[None],
-        context_len=context,
-        anchor=torch.zeros_like(context),
+        context_len=torch.tensor([context_len], device=target.device),
+        anchor=torch.zeros(1, dtype=torch.int64, device=target.device),
     )
 
     @torch.inference_mode()
     def run_round(n: int) -> None:
         if drafting is not None:
             drafting.propose(batch, drafting.drafter.block_size, "coupled")
-        rows = query_batch(batch.block_table, context, [n], page_size)
+        rows = batch.rows([n], page_size)
         hidden, features = target.forward(torch.zeros_like(rows.slots), rows, cache, layers)
         target.logits(hidden)
         if drafting is not None:
             drafting.extend(features, rows)
 
-    sizes = [2**i for i in range(max_rows.bit_length()) if 2**i <= max_rows]
-    return CostProfile.measure(run_round, sizes, repeats)
+    return CostProfile.measure(run_round, [2**i for i in range(max_rows.bit_length())], repeats)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,8 +26,23 @@ class SamplingParams:
             same in every run.
         max_tokens: most tokens to emit.
         stop_token_ids: emitting one of these ends the request; it is the last token of the output.
+        repetition_penalty: scores of tokens in the prompt or the output are divided by this when positive, multiplied
+            when negative; 1 is off.
+        presence_penalty: taken from the score of each token in the output, from -2 to 2; 0 is off.
+        frequency_penalty: taken from a token's score as often as the output has it, from -2 to 2; 0 is off.
+        min_new_tokens: a stop token is impossible before this many tokens are emitted, so it comes after them at the
+            earliest.
+        banned_tokens: ids that are never emitted.
+        allowed_tokens: for a grammar: the ids that may come next, as a pure function of all tokens so far, the prompt
+            included (``prefix_allowed_tokens_fn`` of transformers without the batch index). It is called once per
+            verified token, and never on a prefix that breaks its own earlier answers or holds a stop token. Where it
+            allows nothing, the request ends with ``"error"``.
+
+    The processors from ``repetition_penalty`` on change the scores before temperature and truncation do, see
+    :func:`dspark.ops.process_logits`.
 
     Raises:
+        TypeError: ``allowed_tokens`` cannot be called.
         ValueError: a value is outside its range.
     """
 
@@ -38,6 +53,12 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int = 128
     stop_token_ids: tuple[int, ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_new_tokens: int = 0
+    banned_tokens: tuple[int, ...] = ()
+    allowed_tokens: Callable[[Sequence[int]], Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
         ranges = {
@@ -47,10 +68,33 @@ class SamplingParams:
             "min_p": 0 <= self.min_p <= 1,
             "seed": self.seed is None or -(2**63) <= self.seed < 2**63,
             "max_tokens": self.max_tokens >= 1,
+            "repetition_penalty": 0 < self.repetition_penalty < float("inf"),
+            "presence_penalty": -2 <= self.presence_penalty <= 2,
+            "frequency_penalty": -2 <= self.frequency_penalty <= 2,
+            "min_new_tokens": self.min_new_tokens >= 0,
+            "banned_tokens": min(self.banned_tokens, default=0) >= 0,
         }
         for name, within in ranges.items():
             if not within:
                 raise ValueError(f"{name}: out of range, got {getattr(self, name)!r}")
+        if self.min_new_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_new_tokens: expected at most max_tokens = {self.max_tokens}, got {self.min_new_tokens}"
+            )
+        if self.allowed_tokens is not None and not callable(self.allowed_tokens):
+            raise TypeError(f"allowed_tokens: expected a function or None, got {type(self.allowed_tokens).__name__}")
+
+    @property
+    def processes(self) -> bool:
+        """Whether any logits processor is on."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.min_new_tokens > 0
+            or bool(self.banned_tokens)
+            or self.allowed_tokens is not None
+        )
 
 
 @dataclass(frozen=True)
@@ -113,6 +157,28 @@ class Request:
     max_tokens: int
     completion: Completion
     pages: list[int] = field(default_factory=list)
+
+    @classmethod
+    def checked(
+        cls, prompt: Sequence[int], params: SamplingParams, request_id: int, vocab_size: int, context_len: int
+    ) -> Request:
+        """A request that a model with this vocabulary and context can take.
+
+        Raises:
+            ValueError: an empty or too long prompt, or a token id outside the vocabulary.
+        """
+        if not prompt:
+            raise ValueError("prompt: expected at least one token id, got none")
+        for name, tokens in (("prompt", prompt), ("banned_tokens", params.banned_tokens)):
+            for token in (min(tokens, default=0), max(tokens, default=0)):
+                if not 0 <= token < vocab_size:
+                    raise ValueError(f"{name}: expected token ids from 0 to {vocab_size - 1}, got {token}")
+        if len(prompt) >= context_len:
+            raise ValueError(
+                f"prompt: expected fewer than {context_len} tokens (the model's context), got {len(prompt)}"
+            )
+        max_tokens = min(params.max_tokens, context_len - len(prompt))
+        return cls(list(prompt), params, max_tokens, Completion(request_id))
 
     @property
     def seed(self) -> int:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dspark.cli.ablation import Plan, run_ablation
 from dspark.cli.report import table, write_json, write_picture
-from dspark.cli.setup import POLICY_HELP, check_policy, check_rule, load_models, read_prompts
+from dspark.cli.setup import POLICY_HELP, RULE_HELP, check_policy, check_rule, load_models, read_prompts
 from dspark.decode import measure_cost
 from dspark.models.tiny import held_out_prompts
 
@@ -27,7 +27,7 @@ _TEMPERATURES = [0.0, 1.0]
 @app.command()
 def ablate(
     policy: Annotated[list[str], typer.Option(help=f"Repeatable: {POLICY_HELP}")] = _POLICIES,
-    rule: Annotated[list[str], typer.Option(help="Repeatable: coupled, ratio.")] = _RULES,
+    rule: Annotated[list[str], typer.Option(help=f"Repeatable: {RULE_HELP}.")] = _RULES,
     temperature: Annotated[list[float], typer.Option(help="Repeatable.", min=0.0)] = _TEMPERATURES,
     prompts: Annotated[int, typer.Option(help="How many prompts, taken evenly over the file.", min=1)] = 4,
     repeats: Annotated[int, typer.Option(help="Paired measurements of each prompt.", min=1)] = 2,
@@ -58,6 +58,8 @@ def ablate(
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)  # a file has no width, and the table would be folded to 80 columns
+    if "block" in rule and "oracle" in policy:
+        console.print("rule block without the oracle: it would bias the output")
     columns = (TextColumn("{task.description:<34}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("measuring what a round costs", total=plan.runs)

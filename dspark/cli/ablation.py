@@ -26,7 +26,8 @@ class Plan:
 
     Attributes:
         prompts: token ids of each prompt.
-        policies: names that :func:`~dspark.cli.setup.make_policy` knows; plain decoding is always measured beside them.
+        policies: names that :func:`~dspark.cli.setup.make_policy` knows; plain decoding is always measured beside them,
+            and the oracle not under ``block``.
         rules, temperatures: each is combined with each.
         repeats: paired measurements per prompt.
         max_tokens: tokens to emit per prompt.
@@ -44,8 +45,12 @@ class Plan:
     @property
     def runs(self) -> int:
         """How many times a prompt is decoded, all in all."""
-        per_setting = len(self.prompts) * (1 + self.repeats * (1 + len(self.policies)))
-        return len(self.rules) * len(self.temperatures) * per_setting
+        each = sum(1 + self.repeats * (1 + len(self.policies_under(rule))) for rule in self.rules)
+        return len(self.prompts) * len(self.temperatures) * each
+
+    def policies_under(self, rule: Rule) -> list[str]:
+        """The policies that a rule is measured with: under ``block`` the oracle would bias the output."""
+        return [name for name in self.policies if not (rule == "block" and name == "oracle")]
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,7 @@ def run_ablation(
 
 
 def _compare(setting: _Setting, plan: Plan, temperature: float, progress: Callable[[str], None]) -> list[Row]:
-    names = [PLAIN, *plan.policies]
+    names = [PLAIN, *plan.policies_under(setting.rule)]
     measured = {name: _Measured() for name in names}
     stop = setting.target.config.eos_token_ids
     params = [

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from dspark.cli.setup import check_policy, check_rule, load_models, make_policy, read_prompts
+from dspark.cli.setup import RULE_HELP, check_policy, check_rule, load_models, make_policy, read_prompts
 from dspark.decode import Decoder, SamplingParams, mean_emitted, measure_cost
 
 app = typer.Typer()
@@ -24,11 +24,17 @@ def generate(
         Path | None, typer.Option(help="Read prompts from a text file, or one per line of a .jsonl.")
     ] = None,
     policy: Annotated[str, typer.Option(help="plain, fixed:K, scheduled or scheduled-lag2.")] = "scheduled",
-    rule: Annotated[str, typer.Option(help="Acceptance rule: coupled or ratio.")] = "coupled",
+    rule: Annotated[str, typer.Option(help=f"Acceptance rule: {RULE_HELP}.")] = "coupled",
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 is off.", min=0)] = 0,
     top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Makes tokens of prompt and output less likely; 1 is off.")
+    ] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="The same for tokens of the output; 0 is off.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="The same, by how often they came; 0 is off.")] = 0.0,
+    min_new_tokens: Annotated[int, typer.Option(help="No end token before so many tokens.", min=0)] = 0,
     seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to emit.", min=1)] = 128,
     draft_len: Annotated[
@@ -55,6 +61,10 @@ def generate(
         seed=seed,
         max_tokens=max_tokens,
         stop_token_ids=pair.config.eos_token_ids,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        min_new_tokens=min_new_tokens,
     )
     for text in texts:
         chosen = make_policy(policy, profile)

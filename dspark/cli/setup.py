@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 POLICY_HELP = "plain, fixed:K, scheduled, scheduled-lag2 or oracle."
+RULE_HELP = "coupled, ratio, block or match"
 
 
 def load_models(target: Path | None, drafter: Path | None) -> tuple[Target, DSparkDrafter, Tokenizer]:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dspark.models.config import ModelConfig
 from dspark.models.transformer import Attend
-from dspark.ops.attention import verify_attention
-from dspark.ops.cache import append_kv
+from dspark.ops.attention_reference import AttentionLayout, attend, attention_layout
+from dspark.ops.cache import destinations, write
 from dspark.ops.checks import check_shape
 from dspark.ops.types import PagedKV, QueryBatch
 
@@ -149,15 +149,25 @@ def query_batch(
 def paged_attend(cache: PagedCache, batch: QueryBatch, windows: Sequence[int]) -> Attend:
     """Attention of ``batch``'s rows over ``cache``: store their keys and values, then attend to all they see.
 
+    Each layer is ``append_kv`` and ``verify_attention``; what depends on the batch alone is computed once.
+
     Args:
         cache: written in place.
         batch: the rows that the network runs on.
         windows: sliding window of each layer, 0 for full attention.
     """
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kv = cache.layers[layer]
-        append_kv(k, v, kv, batch.slots)
-        return verify_attention(q, kv, batch, window=windows[layer])
+    num_rows = batch.slots.shape[0]
+    if num_rows == 0:
+        return lambda layer, q, k, v: q
+    to = destinations(batch.slots, cache.page_size)
+    layouts: dict[int, AttentionLayout] = {}  # by window
 
-    return attend
+    def attend_layer(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kv, window = cache.layers[layer], windows[layer]
+        write(k, v, kv, to)
+        if window not in layouts:
+            layouts[window] = attention_layout(batch, num_rows, q.shape[1], k.shape[1], cache.page_size, window)
+        return attend(q, kv, layouts[window])[0]
+
+    return attend_layer

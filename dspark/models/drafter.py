@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dspark.models.cache import PagedCache, paged_attend
 from dspark.models.draft_network import DSparkNetwork
-from dspark.ops.cache import append_kv
+from dspark.ops.cache import destinations, write
 from dspark.ops.checks import check_shape
 from dspark.ops.types import Draft, QueryBatch, Sampling, Stream
 from dspark.ops.walk import draft_walk
@@ -111,8 +111,9 @@ class DSparkDrafter:
         check_shape("features", features, "T m*h", sizes)
         check_shape("batch.slots", batch.slots, "T", sizes)
         context = self.network.context(features)
+        to = destinations(batch.slots, cache.page_size)
         for kv, (k, v) in zip(cache.layers, self.network.context_kv(context, batch.positions), strict=True):
-            append_kv(k, v, kv, batch.slots)
+            write(k, v, kv, to)
 
     @torch.no_grad()
     def block_logits(self, anchor: Tensor, batch: QueryBatch, cache: PagedCache) -> tuple[Tensor, Tensor]:

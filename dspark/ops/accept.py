@@ -1,30 +1,60 @@
 """Acceptance of a drafted chain: which drafts the target keeps, and the token it adds after them.
 
-Two rules (contract C4), both lossless:
+Four rules (contract C4), all lossless:
 
 * ``coupled`` (Daliri, Musco, Suresh, arXiv 2408.07978): the target draws every row as plain sampling would, and a draft
   is accepted while it is what the target drew. The output is the plain sampled sequence of that seed, bit for bit.
+* ``match``: the same, but the target draws by inverse CDF, with one number per row, and draft and target share no
+  noise. The output depends on the seed alone here, too.
 * ``ratio`` (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318): draft x is accepted with probability
   ``min(1, p(x) / q(x))``; the first rejected one is replaced by a draw from the residual ``(p - q)+``.
+* ``block`` (Sun et al., arXiv 2403.10444): the drafts are judged as a block, and one may be kept for the sake of those
+  after it; on average at least as many are accepted as by ``ratio``.
 """
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from dspark.ops import library
+from dspark.ops.accept_reference import accept_reference
 from dspark.ops.backend import resolve
-from dspark.ops.checks import FLOAT_DTYPES, check_dtype, check_sampling, check_shape
-from dspark.ops.philox import uniform
-from dspark.ops.ragged import row_index
-from dspark.ops.sample import inverse_cdf, sample, transform
-from dspark.ops.types import Backend, Rule, Sampling, Status, Stream, Verdict
+from dspark.ops.checks import (
+    FLOAT_DTYPES,
+    check_dtype,
+    check_sampling,
+    check_shape,
+    fits,
+    has_dimensions,
+    sampling_fits,
+)
+from dspark.ops.types import (
+    Backend,
+    DenseQ,
+    DraftDistribution,
+    Logprobs,
+    PointMass,
+    Rule,
+    Sampling,
+    SparseQ,
+    Verdict,
+)
 
-_DEGENERATE_MASS = 1e-12
-"""A residual lighter than this is rounding (p = q); drawing from p instead moves the law by no more than this."""
+_RULES: tuple[Rule, ...] = get_args(Rule)
+RULES_OF_Q: tuple[Rule, ...] = ("ratio", "block")
+"""Rules that divide by the draft's distribution; a policy must not know their drafts before it decides."""
+
+_LOGPROBS: tuple[Logprobs, ...] = get_args(Logprobs)
+_VERDICT = {
+    "tokens": ("R N", torch.int64),
+    "num_emitted": ("R", torch.int64),
+    "path": ("R N", torch.int64),
+    "logprobs": ("R N", torch.float32),
+    "status": ("R", torch.int64),
+}
 
 
 def accept(
@@ -36,7 +66,10 @@ def accept(
     sampling: Sampling,
     position: Tensor,
     max_query_len: int,
-    draft_logits: Tensor | None = None,
+    q: DraftDistribution | None = None,
+    logprobs: Logprobs = "raw",
+    out: Verdict | None = None,
+    workspace: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Verdict:
     """Verify a ragged batch of drafted chains.
@@ -47,121 +80,139 @@ def accept(
             ``[0, V)``, such as -1, is never accepted.
         query_start: ``[R + 1]`` int64, first row of each request. A request without rows is padding: it emits nothing
             and its status is OK. Rows past ``query_start[R]`` are padding too.
-        rule: ``"coupled"`` or ``"ratio"``.
+        rule: ``"coupled"``, ``"ratio"``, ``"block"`` or ``"match"``.
         sampling: parameters of the ``R`` requests, temperature 0 among them or not.
         position: ``[R]`` int64, absolute position of the anchor; the token that row ``i`` gives is at
             ``position + i + 1``, and that position is the address of its random numbers.
         max_query_len: ``N``, the most rows that a request has (1 is the anchor alone); further rows are ignored.
-        draft_logits: ``[R, G, V]`` float32 with ``G >= N - 1``, ``Draft.logits``: the scores after all transforms that
-            the drafts were sampled from. ``ratio`` needs it unless ``N`` is 1; ``coupled`` takes none.
+        q: what the drafts were sampled from, after all transforms, for ``G >= N - 1`` drafts of each request:
+            :class:`DenseQ`, :class:`SparseQ` or :class:`PointMass`. ``ratio`` and ``block`` need it unless ``N`` is 1;
+            the others take none.
+        logprobs: whether log-probabilities are those of the target before (``"raw"``) or after (``"processed"``) the
+            sampling transforms.
+        out: a verdict whose tensors the result is written into.
+        workspace: ``[bytes]`` uint8, scratch memory of the kernels, :func:`accept_workspace` bytes or more; None takes
+            some from the allocator. The reference needs none.
+        backend: ``"auto"``, ``"triton"`` or ``"reference"``.
 
     Returns:
-        A verdict over ``[R, N]``: ``accepted + 1`` tokens per request that has rows, except where a target row that
-        the request reached is bad (NaN, +inf, all -inf): nothing is drawn from it, the tokens before it stand, and the
-        status is ``BAD_LOGITS``. A draft row that is bad means that its draft is rejected; the replacement is drawn
-        from p.
+        A verdict over ``[R, N]``, ``out`` if that was given: ``accepted + 1`` tokens per request that has rows, except
+        where a target row that the request reached is bad (NaN, +inf, all -inf): nothing is drawn from it, the tokens
+        before it stand, and the status is ``BAD_LOGITS``. A draft row that is bad means that its draft is rejected; the
+        replacement is drawn from p.
 
     Raises:
-        TypeError, ValueError: an argument has another dtype or shape, the rule is unknown, or ``draft_logits`` is
-            missing or useless.
+        TypeError, ValueError: an argument has another dtype or shape, a word is unknown, or ``q`` is missing or
+            useless.
 
     Graph-safe; a request's verdict depends on that request's inputs only.
     """
-    _check(target_logits, tokens, query_start, rule, sampling, position, max_query_len, draft_logits)
-    resolve("accept", backend, target_logits)
+    arguments = (target_logits, tokens, query_start, rule, sampling, position, max_query_len, q, logprobs)
+    if not _fits(*arguments, out, workspace):
+        _check(*arguments, out, workspace)
+    taken = resolve("accept", backend, target_logits)
+    if torch.compiler.is_compiling():
+        verdict = _empty(position, max_query_len) if out is None else out
+        library.accept_op(*arguments[:6], q, logprobs, verdict, workspace, taken)
+        return verdict
+    if taken == "triton":
+        from dspark.ops.accept_triton import accept_triton
 
-    num_rows, num_requests = tokens.shape[0], position.shape[0]
-    device = target_logits.device
-    node = torch.arange(max_query_len, device=device)  # [N]
-    if num_rows == 0 or num_requests == 0:
-        return _nothing(num_requests, max_query_len, device)
+        verdict = _empty(position, max_query_len) if out is None else out
+        accept_triton(*arguments, verdict, workspace)
+        return verdict
+    verdict = accept_reference(*arguments)
+    if out is None:
+        return verdict
+    for field in _VERDICT:
+        getattr(out, field).copy_(getattr(verdict, field))
+    return out
 
-    request, offset = row_index(query_start, num_rows)  # [T] each
-    length = query_start.diff().clamp(max=max_query_len).unsqueeze(1)  # [R, 1]
-    rows = (query_start[:-1, None] + node).clamp(max=num_rows - 1)  # [R, N], of the batch; past the length: any
-    next_draft = torch.where(node + 1 < length, tokens[(rows + 1).clamp(max=num_rows - 1)], -1)  # [R, N]
 
-    if rule == "coupled":
-        drawn_at = position[request] + offset + 1  # [T]
-        drawn = sample(target_logits, sampling, drawn_at, request=request, backend="reference")[rows]  # [R, N]
-        accepted = _leading((drawn == next_draft) & (drawn >= 0))
-        last = drawn.gather(1, accepted)
-    else:
-        scores = transform(target_logits, sampling, request)  # [T, V]
-        p = scores.double().softmax(-1)[rows]  # [R, N, V]
-        q = torch.zeros_like(p) if draft_logits is None else _draft_probs(draft_logits, max_query_len)
-        accept_prob, residual = ratio_verdict(p, q, next_draft)
-        accept_u, residual_u = _uniforms(sampling.seed, position, node)
-        accepted = _leading(accept_u < accept_prob)
-        at_last = accepted.unsqueeze(-1).expand(-1, 1, p.shape[-1])  # [R, 1, V]
-        last = inverse_cdf(residual.gather(1, at_last), residual_u.gather(1, accepted))
+def accept_workspace(
+    num_requests: int, max_query_len: int, vocab_size: int, *, rule: Rule, draft_vocab_size: int | None = None
+) -> int:
+    """Bytes of ``workspace`` that :func:`accept` takes for so many requests.
 
-    drawn_ok = last >= 0  # [R, 1]
-    num_emitted = torch.where(length > 0, accepted + drawn_ok, 0)  # [R, 1]
-    emitted = node < num_emitted  # [R, N]
-    chosen = torch.where(node < accepted, next_draft, last)
-    logprob = target_logits.float().log_softmax(-1)[rows, chosen.clamp(min=0)]  # [R, N]
-    status = torch.where((length > 0) & ~drawn_ok, int(Status.BAD_LOGITS), int(Status.OK))
+    ``draft_vocab_size`` is the width of a :class:`DenseQ`, the target's vocabulary by default.
+    """
+    from dspark.ops.accept_triton import workspace_bytes
+
+    return workspace_bytes(num_requests, max_query_len, vocab_size, draft_vocab_size or vocab_size, rule)
+
+
+def _empty(position: Tensor, max_query_len: int) -> Verdict:
+    """A verdict to be written."""
+    tokens = position.new_empty((position.shape[0], max_query_len))
     return Verdict(
-        tokens=torch.where(emitted, chosen, -1),
-        num_emitted=num_emitted.squeeze(1),
-        path=torch.where(emitted, node, -1),
-        logprobs=torch.where(emitted, logprob, 0.0),
-        status=status.squeeze(1),
+        tokens=tokens,
+        num_emitted=torch.empty_like(position),
+        path=torch.empty_like(tokens),
+        logprobs=torch.empty_like(tokens, dtype=torch.float32),
+        status=torch.empty_like(position),
     )
 
 
-def ratio_verdict(p: Tensor, q: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-    """The ratio rule as distributions: what happens to one draft, before any random number.
-
-    Args:
-        p: ``[..., V]`` target probabilities, float64 for an exact law.
-        q: ``[..., V]`` draft probabilities, of p's dtype; a row with NaN is a bad row.
-        token: ``[...]`` int64, drawn from q; an id outside ``[0, V)`` stands for no draft.
-
-    Returns:
-        The probability ``[...]`` that the draft is accepted, ``min(1, p(x) / q(x))``, and the distribution ``[..., V]``
-        of the token that replaces it otherwise, ``(p - q)+`` normalised. Where there is no draft or the row of q is
-        bad, these are 0 and p; where the residual is degenerate (p = q up to rounding) it is p. NaN where p is.
-
-    Graph-safe.
-    """
-    drafted = (token >= 0) & (token < p.shape[-1]) & q.sum(-1).isfinite()
-    q = torch.where(drafted.unsqueeze(-1), q, 0.0)
-    index = token.clamp(0, p.shape[-1] - 1).unsqueeze(-1)
-    p_token, q_token = p.gather(-1, index).squeeze(-1), q.gather(-1, index).squeeze(-1)
-    accept_prob = torch.where(q_token > 0, (p_token / q_token).clamp(max=1.0), 0.0)
-
-    excess = (p - q).clamp(min=0.0)
-    mass = excess.sum(-1, keepdim=True)
-    return accept_prob, torch.where(mass > _DEGENERATE_MASS, excess / mass, p)
-
-
-def _nothing(num_requests: int, max_query_len: int, device: torch.device) -> Verdict:
-    """The verdict over no rows at all."""
-    tokens = torch.full((num_requests, max_query_len), -1, device=device)
-    num_emitted = torch.zeros(num_requests, dtype=torch.int64, device=device)
-    logprobs = torch.zeros(tokens.shape, device=device)
-    return Verdict(tokens, num_emitted, tokens.clone(), logprobs, torch.full_like(num_emitted, int(Status.OK)))
-
-
-def _draft_probs(draft_logits: Tensor, max_query_len: int) -> Tensor:
-    """q as ``[R, N, V]`` float64; no draft follows the last row, whose q is 0."""
-    q = draft_logits[:, : max_query_len - 1].double().softmax(-1)  # [R, N - 1, V]
-    return F.pad(q, (0, 0, 0, 1))
+def _fits(
+    target_logits: Tensor,
+    tokens: Tensor,
+    query_start: Tensor,
+    rule: Rule,
+    sampling: Sampling,
+    position: Tensor,
+    max_query_len: int,
+    q: DraftDistribution | None,
+    logprobs: Logprobs,
+    out: Verdict | None,
+    workspace: Tensor | None,
+) -> bool:
+    """Whether all is as it should be, found out in a few microseconds. If not, :func:`_check` says what is wrong."""
+    if not (has_dimensions(target_logits, 2) and has_dimensions(position, 1)):
+        return False
+    num_rows, vocab_size = target_logits.shape
+    (num_requests,) = per_request = position.shape
+    return (
+        rule in _RULES
+        and logprobs in _LOGPROBS
+        and max_query_len >= 1
+        and target_logits.dtype in FLOAT_DTYPES
+        and position.dtype is torch.int64
+        and fits(tokens, (num_rows,), torch.int64)
+        and fits(query_start, (num_requests + 1,), torch.int64)
+        and sampling_fits(sampling, per_request)
+        and _q_fits(q, rule, num_requests, max_query_len, vocab_size)
+        and (out is None or _verdict_fits(out, (num_requests, max_query_len)))
+        and (workspace is None or (has_dimensions(workspace, 1) and fits(workspace, workspace.shape[:1], torch.uint8)))
+    )
 
 
-def _uniforms(seed: Tensor, position: Tensor, node: Tensor) -> tuple[Tensor, Tensor]:
-    """The accept and the residual uniform ``[R, N]`` of the token that each row gives, from one Philox call."""
-    drawn_at = position.unsqueeze(1) + node + 1
-    streams = torch.stack([torch.full_like(drawn_at, int(s)) for s in (Stream.ACCEPT, Stream.RESIDUAL)])
-    accept_u, residual_u = uniform(seed.unsqueeze(1), drawn_at, streams)
-    return accept_u, residual_u
+def _q_fits(q: DraftDistribution | None, rule: Rule, num_requests: int, max_query_len: int, vocab_size: int) -> bool:
+    if q is None or rule not in RULES_OF_Q:
+        return q is None and (rule not in RULES_OF_Q or max_query_len == 1)
+    if isinstance(q, PointMass):
+        return True
+    values: Any = getattr(q, "logits" if isinstance(q, DenseQ) else "logprobs", None)
+    if not has_dimensions(values, 3):
+        return False
+    shape = values.shape
+    if shape[0] != num_requests or shape[1] < max_query_len - 1:
+        return False
+    if isinstance(q, SparseQ):
+        return values.dtype is torch.float32 and fits(q.tokens, shape, torch.int64)
+    if values.dtype not in FLOAT_DTYPES:
+        return False
+    return shape[2] == vocab_size if q.draft_ids is None else fits(q.draft_ids, (vocab_size,), torch.int32)
 
 
-def _leading(kept: Tensor) -> Tensor:
-    """How many leading entries of each row hold: ``[R, N]`` bool -> ``[R, 1]`` int64."""
-    return kept.long().cumprod(1).sum(1, keepdim=True)
+def _verdict_fits(out: Verdict, shape: tuple[int, int]) -> bool:
+    return (
+        isinstance(out, Verdict)
+        and fits(out.tokens, shape, torch.int64)
+        and fits(out.num_emitted, shape[:1], torch.int64)
+        and fits(out.path, shape, torch.int64)
+        and fits(out.logprobs, shape, torch.float32)
+        and fits(out.status, shape[:1], torch.int64)
+    )
 
 
 def _check(
@@ -172,10 +223,16 @@ def _check(
     sampling: Sampling,
     position: Tensor,
     max_query_len: int,
-    draft_logits: Tensor | None,
+    q: DraftDistribution | None,
+    logprobs: Logprobs,
+    out: Verdict | None,
+    workspace: Tensor | None,
 ) -> None:
-    if rule not in get_args(Rule):
-        raise ValueError(f"rule: expected one of {', '.join(map(repr, get_args(Rule)))}, got {rule!r}")
+    """Raise an error that says what is wrong."""
+    if rule not in _RULES:
+        raise ValueError(f"rule: expected one of {', '.join(map(repr, _RULES))}, got {rule!r}")
+    if logprobs not in _LOGPROBS:
+        raise ValueError(f"logprobs: expected one of {', '.join(map(repr, _LOGPROBS))}, got {logprobs!r}")
     if max_query_len < 1:
         raise ValueError(f"max_query_len: expected at least 1, got {max_query_len}")
     sizes: dict[str, int] = {}
@@ -187,15 +244,43 @@ def _check(
     for name, tensor in (("tokens", tokens), ("query_start", query_start), ("position", position)):
         check_dtype(name, tensor, (torch.int64,))
     check_sampling(sampling, sizes)
-    if draft_logits is not None:
-        if rule == "coupled":
-            raise ValueError("draft_logits: rule 'coupled' does not use the draft's distribution; pass None")
-        check_shape("draft_logits", draft_logits, "R G V", sizes)
-        check_dtype("draft_logits", draft_logits, (torch.float32,))
-        if sizes["G"] < max_query_len - 1:
-            raise ValueError(
-                f'draft_logits: expected shape "R G V" with G >= max_query_len - 1 = {max_query_len - 1}, '
-                f"got {list(draft_logits.shape)}"
-            )
-    elif rule == "ratio" and max_query_len > 1:
-        raise ValueError("draft_logits: rule 'ratio' needs the draft's scores \"R G V\", got None")
+    _check_q(q, rule, max_query_len, sizes)
+    if out is not None:
+        if not isinstance(out, Verdict):
+            raise TypeError(f"out: expected a Verdict, got {type(out).__name__}")
+        sizes["N"] = max_query_len
+        for field, (pattern, dtype) in _VERDICT.items():
+            check_shape(f"out.{field}", getattr(out, field), pattern, sizes)
+            check_dtype(f"out.{field}", getattr(out, field), (dtype,))
+    if workspace is not None:
+        check_shape("workspace", workspace, "bytes", sizes)
+        check_dtype("workspace", workspace, (torch.uint8,))
+
+
+def _check_q(q: DraftDistribution | None, rule: Rule, max_query_len: int, sizes: dict[str, int]) -> None:
+    if rule not in RULES_OF_Q:
+        if q is not None:
+            raise ValueError(f"q: rule {rule!r} does not use the draft's distribution; pass None")
+        return
+    if q is None:
+        if max_query_len > 1:
+            raise ValueError(f"q: rule {rule!r} needs the draft's distribution (DenseQ, SparseQ, PointMass), got None")
+        return
+    if isinstance(q, DenseQ):
+        width = "V" if q.draft_ids is None else "Vd"
+        check_shape("q.logits", q.logits, f"R G {width}", sizes)
+        check_dtype("q.logits", q.logits, FLOAT_DTYPES)
+        if q.draft_ids is not None:
+            check_shape("q.draft_ids", q.draft_ids, "V", sizes)
+            check_dtype("q.draft_ids", q.draft_ids, (torch.int32,))
+    elif isinstance(q, SparseQ):
+        check_shape("q.tokens", q.tokens, "R G K", sizes)
+        check_dtype("q.tokens", q.tokens, (torch.int64,))
+        check_shape("q.logprobs", q.logprobs, "R G K", sizes)
+        check_dtype("q.logprobs", q.logprobs, (torch.float32,))
+    elif not isinstance(q, PointMass):
+        raise TypeError(f"q: expected DenseQ, SparseQ, PointMass or None, got {type(q).__name__}")
+    if sizes.get("G", max_query_len) < max_query_len - 1:
+        raise ValueError(
+            f"q: expected G >= max_query_len - 1 = {max_query_len - 1} drafts of each request, got {sizes['G']}"
+        )

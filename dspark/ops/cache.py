@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -45,14 +47,35 @@ def append_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor, *, backend: Back
     if k.shape[0] == 0:
         return
 
+    write(k, v, kv, destinations(slots, kv.page_size))
+
+
+@dataclass(frozen=True)
+class Destinations:
+    """Where a batch's rows go in every layer's pages, ``[T]`` each.
+
+    A row that writes nothing repeats the first row that does, so that no shape depends on the data. Where none does,
+    all of them rewrite slot 0 with what is already there.
+    """
+
+    row: Tensor
+    page: Tensor
+    offset: Tensor
+    keeps_old: Tensor  # [T, 1, 1] bool
+
+
+def destinations(slots: Tensor, page_size: int) -> Destinations:
+    """What the layers share of :func:`append_kv` of at least one row. Graph-safe."""
     written = slots >= 0
-    # A row that writes nothing repeats the first row that does, so that no shape depends on the data. Where none
-    # does, all of them rewrite slot 0 with what is already there.
     first = written.int().argmax()
-    row = torch.where(written, torch.arange(k.shape[0], device=k.device), first)
-    slot = slots.index_select(0, row)
+    row = torch.where(written, torch.arange(slots.shape[0], device=slots.device), first)
+    slot = slots.index_select(0, row).long()
     keeps_old = (slot < 0)[:, None, None]
-    slot = slot.clamp(min=0).long()
-    page, offset = slot // kv.page_size, slot % kv.page_size
+    slot = slot.clamp(min=0)
+    return Destinations(row, slot // page_size, slot % page_size, keeps_old)
+
+
+def write(k: Tensor, v: Tensor, kv: PagedKV, to: Destinations) -> None:
+    """One layer of :func:`append_kv`, without its checks."""
     for new, pages in ((k, kv.k), (v, kv.v)):
-        pages[page, offset] = torch.where(keeps_old, pages[0, 0], new.index_select(0, row).to(pages.dtype))
+        pages[to.page, to.offset] = torch.where(to.keeps_old, pages[0, 0], new.index_select(0, to.row).to(pages.dtype))

@@ -76,3 +76,24 @@ def check_sampling(sampling: Sampling, sizes: dict[str, int]) -> None:
         tensor = getattr(sampling, field)
         check_shape(f"sampling.{field}", tensor, "R", sizes)
         check_dtype(f"sampling.{field}", tensor, (dtype,))
+
+
+def fits(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether ``tensor`` has that shape and dtype: the cheap question, for calls in which nothing is wrong."""
+    return isinstance(tensor, Tensor) and tensor.dtype is dtype and tensor.shape == shape
+
+
+def has_dimensions(tensor: object, count: int) -> bool:
+    """Whether ``tensor`` is a tensor of so many dimensions."""
+    return isinstance(tensor, Tensor) and tensor.ndim == count
+
+
+def sampling_fits(sampling: Sampling, per_request: tuple[int, ...]) -> bool:
+    """Whether :func:`check_sampling` would pass, for shape ``[R]``."""
+    return (
+        fits(sampling.temperature, per_request, torch.float32)
+        and fits(sampling.top_k, per_request, torch.int64)
+        and fits(sampling.top_p, per_request, torch.float32)
+        and fits(sampling.min_p, per_request, torch.float32)
+        and fits(sampling.seed, per_request, torch.int64)
+    )

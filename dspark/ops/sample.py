@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dspark.ops import library
 from dspark.ops.backend import resolve
-from dspark.ops.checks import FLOAT_DTYPES, check_dtype, check_sampling, check_shape
+from dspark.ops.checks import FLOAT_DTYPES, check_dtype, check_sampling, check_shape, fits, sampling_fits
 from dspark.ops.philox import gumbel
 from dspark.ops.types import Backend, Sampling, Stream
 
@@ -28,6 +29,8 @@ def sample(
     request: Tensor | None = None,
     stream: Stream = Stream.TARGET,
     salt: Tensor | None = None,
+    out: Tensor | None = None,
+    workspace: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Draw one token per row.
@@ -39,30 +42,49 @@ def sample(
         request: ``[T]`` int64, each row's request; negative (-1) is a padded row. None: row ``t`` is request ``t``.
         stream: what the noise is for.
         salt: ``[T]`` int64 or None, see :mod:`dspark.ops.philox`.
+        out: ``[T]`` int64 that the tokens are written to.
+        workspace: ``[bytes]`` uint8, scratch memory of the kernels, :func:`sample_workspace` bytes or more; None takes
+            some from the allocator. The reference needs none.
+        backend: ``"auto"``, ``"triton"`` or ``"reference"``.
 
     Returns:
-        ``[T]`` int64 tokens. -1 for a padded row and for a bad one: NaN, +inf or nothing but -inf after the division by
-        the temperature. At temperature 0 it is the first largest logit.
+        ``[T]`` int64 tokens. -1 for a padded row and for a bad one: NaN, +inf or nothing but -inf after the product
+        with ``1 / temperature``. At temperature 0 it is the first largest logit.
 
     Raises:
-        TypeError, ValueError: an argument has another dtype or shape.
+        TypeError, ValueError: an argument has another dtype or shape, or a layout that the kernels cannot read.
 
     Graph-safe; row ``t`` depends on row ``t``'s inputs only.
     """
-    sizes: dict[str, int] = {}
-    check_shape("logits", logits, "T V", sizes)
-    check_dtype("logits", logits, FLOAT_DTYPES)
-    check_sampling(sampling, sizes)
-    for name, tensor in (("position", position), ("request", request), ("salt", salt)):
-        if tensor is not None:
-            check_shape(name, tensor, "T", sizes)
-            check_dtype(name, tensor, (torch.int64,))
-    if request is None:
-        check_shape("logits", logits, "R V", sizes)
-    resolve("sample", backend, logits)
+    _check_rows(logits, sampling, request, position=position, salt=salt)
+    _check_out(out, logits, torch.int64, workspace)
+    taken = resolve("sample", backend, logits)
+    if torch.compiler.is_compiling():
+        out = position.new_empty(logits.shape[:1]) if out is None else out
+        library.sample_op(logits, sampling, position, request, stream, salt, out, workspace, taken)
+        return out
+    if taken == "reference":
+        return _into(out, sample_reference(logits, sampling, position, request, stream, salt))
+    from dspark.ops.sample_triton import Rows, sample_triton
 
+    out = position.new_empty(logits.shape[:1]) if out is None else out
+    sample_triton(Rows(logits, sampling, position, 0, logits.shape[0], None, request, salt, stream), out, workspace)
+    return out
+
+
+def sample_workspace(num_rows: int, vocab_size: int) -> int:
+    """Bytes of ``workspace`` that :func:`sample` and :func:`truncate` take for so many rows."""
+    from dspark.ops.sample_triton import workspace_bytes
+
+    return workspace_bytes(num_rows, vocab_size)
+
+
+def sample_reference(
+    logits: Tensor, sampling: Sampling, position: Tensor, request: Tensor | None, stream: Stream, salt: Tensor | None
+) -> Tensor:
+    """The torch reference of :func:`sample`; arguments, checked before, and result as there."""
     if sampling.all_greedy:
-        tokens = perturbed_argmax(logits.float())
+        tokens = perturbed_argmax(_scale(logits, sampling, request)[0])
     else:
         seed = _per_row(sampling.seed, request).squeeze(-1)
         noise = gumbel(seed, position, logits.shape[-1], stream, salt=salt)
@@ -80,8 +102,8 @@ def transform(logits: Tensor, sampling: Sampling, request: Tensor | None = None)
             ``t``.
 
     Returns:
-        ``[T, V]`` float32: ``logits / temperature`` with cut tokens -inf. A row at temperature 0 is -inf but for a 0 at
-        its first largest logit. A bad row stays bad: its largest score is not finite, and its softmax is NaN.
+        ``[T, V]`` float32: ``logits * (1 / temperature)`` with cut tokens -inf. A row at temperature 0 is -inf but for
+        a 0 at its first largest logit. A bad row stays bad: its largest score is not finite, and its softmax is NaN.
 
     Graph-safe.
     """
@@ -96,18 +118,49 @@ def transform(logits: Tensor, sampling: Sampling, request: Tensor | None = None)
     return one_hot if sampling.all_greedy else torch.where(sampled, scaled, one_hot)
 
 
-def truncate(logits: Tensor, sampling: Sampling, request: Tensor | None = None) -> Tensor:
+def truncate(
+    logits: Tensor,
+    sampling: Sampling,
+    request: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    workspace: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
     """Per-row thresholds of top-k, top-p and min-p together.
 
     Args:
-        logits, sampling, request: as for :func:`transform`.
+        logits, sampling, request, workspace, backend: as for :func:`sample`.
+        out: ``[T]`` float32 that the thresholds are written to.
 
     Returns:
-        ``[T]`` float32: a token is kept when ``logits / temperature >= threshold``; -inf keeps all. The largest score
-        is always kept. Rows at temperature 0 are not truncated (-inf).
+        ``[T]`` float32: a token is kept when ``logits * (1 / temperature) >= threshold``; -inf keeps all. The largest
+        score is always kept. Rows at temperature 0 are not truncated (-inf). What a padded or a bad row gets means
+        nothing.
 
-    Graph-safe.
+    Raises:
+        TypeError, ValueError: as for :func:`sample`.
+
+    Graph-safe; row ``t`` depends on row ``t``'s inputs only.
     """
+    _check_rows(logits, sampling, request)
+    _check_out(out, logits, torch.float32, workspace)
+    taken = resolve("truncate", backend, logits)
+    if torch.compiler.is_compiling():
+        out = logits.new_empty(logits.shape[:1], dtype=torch.float32) if out is None else out
+        library.truncate_op(logits, sampling, request, out, workspace, taken)
+        return out
+    if taken == "reference":
+        return _into(out, truncate_reference(logits, sampling, request))
+    from dspark.ops.sample_triton import Rows, truncate_triton
+
+    out = logits.new_empty(logits.shape[:1], dtype=torch.float32) if out is None else out
+    truncate_triton(Rows(logits, sampling, None, 0, logits.shape[0], None, request), out, workspace)
+    return out
+
+
+def truncate_reference(logits: Tensor, sampling: Sampling, request: Tensor | None) -> Tensor:
+    """The torch reference of :func:`truncate`; arguments, checked before, and result as there."""
     scaled, sampled = _scale(logits, sampling, request)
     if sampling.all_greedy or not sampling.any_truncation:
         return scaled.new_full(scaled.shape[:1], -torch.inf)
@@ -162,10 +215,13 @@ def _per_row(values: Tensor, request: Tensor | None) -> Tensor:
 
 
 def _scale(logits: Tensor, sampling: Sampling, request: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Scores ``[T, V]`` over the temperature (over 1 in greedy rows), and which rows are sampled ``[T, 1]``."""
+    """Scores ``[T, V]`` times 1 / temperature (times 1 in greedy rows), and which rows are sampled ``[T, 1]``.
+
+    One division per row; each score is rounded once more.
+    """
     temperature = _per_row(sampling.temperature, request)
     sampled = temperature > 0
-    return logits.float() / torch.where(sampled, temperature, 1.0), sampled
+    return logits.float() * torch.where(sampled, temperature, 1.0).reciprocal(), sampled
 
 
 def _threshold(scaled: Tensor, sampled: Tensor, sampling: Sampling, request: Tensor | None) -> Tensor:
@@ -186,3 +242,39 @@ def _threshold(scaled: Tensor, sampled: Tensor, sampling: Sampling, request: Ten
     top = descending[..., :1]
     threshold = torch.maximum(threshold, top + min_p.log()).minimum(top)
     return torch.where(sampled, threshold, -torch.inf)
+
+
+def _check_rows(logits: Tensor, sampling: Sampling, request: Tensor | None, **per_row: Tensor | None) -> None:
+    """Check what ``sample`` and ``truncate`` share, and more tensors ``[T]`` int64 by name."""
+    per_row["request"] = request
+    given = {name: tensor for name, tensor in per_row.items() if tensor is not None}
+    if (
+        isinstance(logits, Tensor)
+        and logits.ndim == 2
+        and logits.dtype in FLOAT_DTYPES
+        and (request is not None or sampling.seed.shape == logits.shape[:1])
+        and sampling_fits(sampling, sampling.seed.shape[:1])
+        and all(fits(tensor, logits.shape[:1], torch.int64) for tensor in given.values())
+    ):
+        return
+    sizes: dict[str, int] = {}
+    check_shape("logits", logits, "T V", sizes)
+    check_dtype("logits", logits, FLOAT_DTYPES)
+    check_sampling(sampling, sizes)
+    for name, tensor in given.items():
+        check_shape(name, tensor, "T", sizes)
+        check_dtype(name, tensor, (torch.int64,))
+    if request is None:
+        check_shape("logits", logits, "R V", sizes)
+
+
+def _check_out(out: Tensor | None, logits: Tensor, dtype: torch.dtype, workspace: Tensor | None) -> None:
+    sizes = {"T": logits.shape[0]}
+    for name, tensor, shape, wanted in (("out", out, "T", dtype), ("workspace", workspace, "bytes", torch.uint8)):
+        if tensor is not None:
+            check_shape(name, tensor, shape, sizes)
+            check_dtype(name, tensor, (wanted,))
+
+
+def _into(out: Tensor | None, result: Tensor) -> Tensor:
+    return result if out is None else out.copy_(result)

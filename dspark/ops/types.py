@@ -15,7 +15,8 @@ from typing import Literal
 from torch import Tensor
 
 Backend = Literal["auto", "triton", "reference"]
-Rule = Literal["coupled", "ratio"]
+Rule = Literal["coupled", "ratio", "block", "match"]
+Logprobs = Literal["raw", "processed"]
 
 
 class Stream(IntEnum):
@@ -98,6 +99,48 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Processors:
+    """What changes a target's logits before sampling: penalties, banned tokens, masks. A field that is None is off.
+
+    ``[R, ...]`` fields describe the request as its anchor leaves it; :func:`dspark.ops.process_logits` adds the drafts
+    before each row itself. Of every field the last axis is contiguous.
+
+    Attributes:
+        output_counts: ``[R, V]`` int32, how often the request has emitted each token, the anchor included if it was
+            emitted (and not part of the prompt). Needed by each of the penalties.
+        prompt_mask: ``[R, V]`` bool, which tokens occur in the prompt; read by ``repetition_penalty`` alone.
+        repetition_penalty: ``[R]`` float32 > 0; 1 is off. A token of the prompt or the output gets ``x / penalty``
+            where ``x >= 0`` and ``x * penalty`` where ``x < 0`` (Keskar et al., arXiv 1909.05858, section 4.1).
+        presence_penalty: ``[R]`` float32, taken once from each token of the output; 0 is off.
+        frequency_penalty: ``[R]`` float32, taken from a token as often as the output has it; 0 is off.
+        min_new_tokens: ``[R]`` int64, end tokens get -inf until this many tokens are emitted; 0 is off. Needs
+            ``num_emitted`` and ``eos_tokens``.
+        num_emitted: ``[R]`` int64, tokens emitted so far, the anchor included if it was emitted.
+        eos_tokens: ``[R, E]`` int64, each request's end tokens, -1 padding.
+        banned_tokens: ``[R, K]`` int64, tokens that get -inf, -1 padding. Meant for a few; many belong in a mask.
+        allowed_mask: ``[T, ceil(V / 32)]`` int32, one bit per token and *row* (as XGrammar packs them: token ``v`` is
+            bit ``v % 32`` of word ``v // 32``). Tokens whose bit is 0 get -inf.
+    """
+
+    output_counts: Tensor | None = None
+    prompt_mask: Tensor | None = None
+    repetition_penalty: Tensor | None = None
+    presence_penalty: Tensor | None = None
+    frequency_penalty: Tensor | None = None
+    min_new_tokens: Tensor | None = None
+    num_emitted: Tensor | None = None
+    eos_tokens: Tensor | None = None
+    banned_tokens: Tensor | None = None
+    allowed_mask: Tensor | None = None
+
+    @property
+    def penalises(self) -> bool:
+        """Whether any penalty is on, so that the counts are read."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return any(penalty is not None for penalty in penalties)
+
+
+@dataclass(frozen=True)
 class MarkovHead:
     """``B(x) = W2 · W1[x]`` (eq. 5): ``w1 [V, r]``, ``w2 [V, r]``."""
 
@@ -157,6 +200,41 @@ class Draft:
 
 
 @dataclass(frozen=True)
+class DenseQ:
+    """The draft distribution as the scores that the drafts were sampled from; their softmax is q (contract C2).
+
+    Attributes:
+        logits: ``[R, G, Vd]`` float32, float16 or bfloat16, in the dtype that was sampled; cut tokens are -inf.
+        draft_ids: ``[V]`` int32, each target token's column in ``logits``, -1 where the drafter's vocabulary lacks it
+            (then q is 0); None: the vocabularies are the same.
+    """
+
+    logits: Tensor
+    draft_ids: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class SparseQ:
+    """The draft distribution as the ``K`` tokens that have any probability.
+
+    Attributes:
+        tokens: ``[R, G, K]`` int64 target tokens, each at most once in a row; -1 is padding.
+        logprobs: ``[R, G, K]`` float32, their log-probabilities; a row's probabilities sum to 1.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+
+
+@dataclass(frozen=True)
+class PointMass:
+    """Every draft was certain (greedy drafts, look-up): q is 1 at the draft and 0 elsewhere."""
+
+
+DraftDistribution = DenseQ | SparseQ | PointMass
+
+
+@dataclass(frozen=True)
 class Verdict:
     """What a verification round emits.
 
@@ -165,8 +243,8 @@ class Verdict:
         num_emitted: ``[R]`` int64; 0 for padded requests.
         path: ``[R, N]`` int64, ``path[r, i]`` is the node (row of the request) whose logits gave ``tokens[r, i]``, so
             the nodes whose keys and values are now committed are ``path[r, :num_emitted[r]]``; -1 beyond.
-        logprobs: ``[R, N]`` float32, log-probability of each emitted token under the untransformed target
-            distribution; 0 beyond.
+        logprobs: ``[R, N]`` float32, log-probability of each emitted token under the target's distribution before
+            (``"raw"``) or after (``"processed"``) the sampling transforms; 0 beyond.
         status: ``[R]`` int64 of :class:`Status`.
     """
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from dspark.ops.backend import resolve
 from dspark.ops.checks import FLOAT_DTYPES, check_dtype, check_sampling, check_shape
 from dspark.ops.philox import gumbel
-from dspark.ops.sample import perturbed_argmax, transform
+from dspark.ops.sample import transform
 from dspark.ops.types import (
     Backend,
     ConfidenceHead,
@@ -74,29 +74,33 @@ def draft_walk(
     if head is not None:
         head = replace(head, w2=head.w2.float())  # once, not in every step
 
-    previous, state = anchor, None
+    previous, state = anchor.clamp(min=0), None
+    best: list[Tensor] = []
     tokens: list[Tensor] = []
     logits: list[Tensor] = []
     for k in range(base_logits.shape[1]):
         scores = base_logits[:, k].float()  # [R, V]
         if head is not None:
-            bias, state = sequential_step(head, previous.clamp(min=0), None if hidden is None else hidden[:, k], state)
+            bias, state = sequential_step(head, previous, None if hidden is None else hidden[:, k], state)
             scores = scores + bias
         if return_logits or noise is not None:
             scores = transform(scores, sampling)
-        drawn = perturbed_argmax(scores, None if noise is None else noise[:, k])
-        previous = torch.where(previous < 0, -1, drawn)
+        # The first of the largest, or of the NaNs; what follows a bad slot is drawn all the same, and dropped below.
+        top, previous = (scores if noise is None else scores + noise[:, k]).max(dim=-1)
+        best.append(top)
         tokens.append(previous)
         if return_logits:
-            logits.append(scores.masked_fill(previous[:, None] < 0, -torch.inf))
+            logits.append(scores)
 
-    block = torch.stack(tokens, dim=1)
+    good = torch.stack(best, dim=1).isfinite() & (anchor >= 0)[:, None]
+    dropped = good.cumprod(1) == 0  # [R, G]
+    block = torch.stack(tokens, dim=1).masked_fill_(dropped, -1)
     confidence_logits = None
     if confidence_head is not None and hidden is not None:
         confidence_logits = _confidence(confidence_head, hidden, anchor, block)
     return Draft(
         tokens=block,
-        logits=torch.stack(logits, dim=1) if return_logits else None,
+        logits=torch.stack(logits, dim=1).masked_fill_(dropped[..., None], -torch.inf) if return_logits else None,
         confidence=None if confidence_logits is None else confidence_logits.sigmoid(),
         confidence_logits=confidence_logits,
     )

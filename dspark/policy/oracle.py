@@ -15,7 +15,9 @@ class Oracle:
 
     Verifying ``accepted + 1`` drafts shows the same rejection to the same random numbers, so the output is the earlier
     pass's, token for token, and the time it takes is a real measurement. (Verifying ``accepted`` drafts only would draw
-    a bonus where a rejection belongs, which is biased; contract C9.)
+    a bonus where a rejection belongs, which is biased; contract C9.) That holds for rules that judge a draft by it and
+    those before it. ``block`` looks at the ones after it as well: fewer of them may show another decision, which is
+    biased, and :class:`~dspark.decode.Decoder` refuses the pair.
 
     Fewer rows may round differently, and a request that leaves its recorded path at a near tie (its accepted count
     differs) is no longer known; from then on all its drafts are verified. ``diverged`` holds the ids of such requests.

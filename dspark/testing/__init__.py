@@ -2,12 +2,24 @@
 
 from dspark.testing.causality import Turn, assert_non_anticipating, find_anticipation, random_history
 from dspark.testing.law import JointLaw, exact_law, marginal, plain_law, total_variation
-from dspark.testing.rules import CoupledToy, Noise, RatioToy, Realisation, ToyRequest, ToyRule, stepwise
+from dspark.testing.rules import (
+    BlockToy,
+    CoupledToy,
+    MatchToy,
+    Noise,
+    RatioToy,
+    Realisation,
+    ToyRequest,
+    ToyRule,
+    stepwise,
+)
 from dspark.testing.statistics import probability_integral, uniformity_p_value
 
 __all__ = [
+    "BlockToy",
     "CoupledToy",
     "JointLaw",
+    "MatchToy",
     "Noise",
     "RatioToy",
     "Realisation",

@@ -7,6 +7,7 @@ a policy may choose to verify, what is then emitted.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -14,8 +15,9 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from dspark.ops.accept import accept, ratio_verdict
-from dspark.ops.types import Sampling
+from dspark.ops.accept import accept
+from dspark.ops.accept_reference import block_verdict, ratio_verdict
+from dspark.ops.types import Rule, Sampling
 
 Tokens = tuple[int, ...]
 Law = tuple[float, ...]
@@ -120,7 +122,7 @@ class ToyRule(Protocol):
 
 
 class RatioToy:
-    """The ``ratio`` rule, its probabilities and residuals from :func:`dspark.ops.accept.ratio_verdict`.
+    """The ``ratio`` rule, its probabilities and residuals from ``ratio_verdict`` of :mod:`dspark.ops.accept_reference`.
 
     Drafts are drawn afresh in every round, as the drafter's noise is: its address holds the anchor's position, and no
     two rounds of a request have the same anchor.
@@ -150,7 +152,7 @@ class RatioToy:
         self, noise: Noise, position: int, anchor: int, q: Sequence[float]
     ) -> Iterator[tuple[int, float, Noise]]:
         """Draw the draft at ``position`` in the round whose anchor is at ``anchor``."""
-        return ((token, p, noise) for token, p in enumerate(q) if p > 0)
+        return _afresh(noise, q)
 
     def verdict(self, toy: ToyRequest, prefix: Tokens, token: int) -> tuple[float, list[float]]:
         """The chance that ``token``, drafted after ``prefix``, is accepted, and the law of what replaces it if not."""
@@ -162,6 +164,64 @@ class RatioToy:
             self._verdicts[p, q] = chance.tolist(), residual.tolist()
         accept_prob, residuals = self._verdicts[p, q]
         return accept_prob[token], residuals[token]
+
+
+class BlockToy:
+    """The ``block`` rule, its thresholds and residuals from ``block_verdict`` of :mod:`dspark.ops.accept_reference`.
+
+    The rule compares one number with a threshold for each draft, and looks at the numbers past the last draft that it
+    keeps. They are drawn afresh in every round, as the drafts are: their addresses hold the anchor's position.
+    """
+
+    def realise(self, toy: ToyRequest, prefix: Tokens, noise: Noise, draft_len: int, cap: int) -> Iterator[Realisation]:
+        blocks = _drafts(lambda seen, position, anchor, q: _afresh(seen, q), toy, prefix, noise, draft_len)
+        drafts = [draft for draft, _, _ in blocks]
+        judged = [self.verdict(toy, prefix, drafts, n) for n in range(cap + 1)]
+        for d, (draft, weight, seen) in enumerate(blocks):
+            chances = [own[d] for own, _ in judged]  # by how many are verified, of each draft
+            for ends, part, known in self._numbers(chances, prefix, seen):
+                kept = [max((i + 1 for i in range(n) if ends[i] <= own[i]), default=0) for n, own in enumerate(chances)]
+                emissions = []
+                for n, accepted in enumerate(kept):
+                    last = judged[n][1][d][accepted]
+                    rest = known.after(len(prefix) + accepted + 1)
+                    emissions.append(tuple(((*draft[:accepted], x), p, rest) for x, p in enumerate(last) if p > 0))
+                yield Realisation(draft, weight * part, kept[cap], tuple(emissions))
+
+    def draw_number(
+        self, noise: Noise, position: int, anchor: int, parts: Sequence[float]
+    ) -> Iterator[tuple[int, float, Noise]]:
+        """Find which part of [0, 1] the number of the draft at ``position`` lies in, in the round of ``anchor``."""
+        return _afresh(noise, parts)
+
+    def verdict(
+        self, toy: ToyRequest, prefix: Tokens, drafts: Sequence[Tokens], verified: int
+    ) -> tuple[list[list[float]], list[list[list[float]]]]:
+        """For each block whose first ``verified`` drafts are verified: their thresholds, and the last token's laws."""
+        p = [[toy.target(prefix + draft[:n]) for n in range(verified + 1)] for draft in drafts]
+        q = [[toy.drafter(prefix + draft[:n]) for n in range(verified)] for draft in drafts]
+        tokens = torch.tensor([[*draft[:verified], -1] for draft in drafts])  # [blocks, verified + 1]
+        target = torch.tensor(p, dtype=torch.float64)  # [blocks, verified + 1, V]
+        drafter = torch.zeros_like(target)
+        if verified:
+            drafter[:, :-1] = torch.tensor(q, dtype=torch.float64)
+        chance, residual = block_verdict(target, drafter, tokens)
+        return chance.tolist(), residual.tolist()
+
+    def _numbers(
+        self, chances: Sequence[Sequence[float]], prefix: Tokens, noise: Noise
+    ) -> list[tuple[tuple[float, ...], float, Noise]]:
+        """Every way that the numbers can lie between the thresholds: the upper end of each one's part of [0, 1]."""
+        cases: list[tuple[tuple[float, ...], float, Noise]] = [((), 1.0, noise)]
+        for i in range(len(chances) - 1):
+            edges = sorted({0.0, 1.0, *(own[i] for own in chances[i + 1 :])})
+            parts = [high - low for low, high in itertools.pairwise(edges)]
+            cases = [
+                ((*ends, edges[part + 1]), weight * p, known)
+                for ends, weight, seen in cases
+                for part, p, known in self.draw_number(seen, len(prefix) + i, len(prefix) - 1, parts)
+            ]
+        return cases
 
 
 Coupling = Literal["forwards", "backwards", "independent"]
@@ -178,6 +238,8 @@ class CoupledToy:
         coupling: inverse CDF of one number through the same order of tokens, through opposite orders, or of two
             numbers.
     """
+
+    _rule: Rule = "coupled"
 
     def __init__(self, coupling: Coupling = "forwards") -> None:
         if coupling not in ("forwards", "backwards", "independent"):
@@ -216,7 +278,7 @@ class CoupledToy:
     def _emitted(self, vocab_size: int, draft: Tokens, samples: Tokens) -> Tokens:
         n = len(draft)
         if (vocab_size, n) not in self._tables:
-            self._tables[vocab_size, n] = coupled_table(vocab_size, n)
+            self._tables[vocab_size, n] = emission_table(self._rule, vocab_size, n)
         digits = draft + (samples + (0,) * (n + 1))[: n + 1]
         index = 0
         for digit in digits:
@@ -224,8 +286,25 @@ class CoupledToy:
         return self._tables[vocab_size, n][index]
 
 
-def coupled_table(vocab_size: int, draft_len: int) -> list[Tokens]:
-    """What ``accept(rule="coupled")`` emits for every block of drafts and every sample of each target row.
+class MatchToy(CoupledToy):
+    """The ``match`` rule, its decisions from :func:`dspark.ops.accept.accept` itself.
+
+    The target draws with one number for each position, the same in every round; drafts are drawn afresh.
+    """
+
+    _rule: Rule = "match"
+
+    def __init__(self) -> None:
+        super().__init__("independent")
+
+    def _draw_draft(
+        self, noise: Noise, position: int, anchor: int, q: Sequence[float]
+    ) -> Iterator[tuple[int, float, Noise]]:
+        return _afresh(noise, q)
+
+
+def emission_table(rule: Rule, vocab_size: int, draft_len: int) -> list[Tokens]:
+    """What ``accept`` under ``coupled`` or ``match`` emits for every block of drafts and every sample of each row.
 
     One batch holds all ``V^(2G + 1)`` cases, in order; a case's digits in base ``V`` are its drafts, then the samples
     of rows 0..G. A target row has all its mass on its sample.
@@ -240,7 +319,7 @@ def coupled_table(vocab_size: int, draft_len: int) -> list[Tokens]:
         mass.log(),
         tokens.flatten(),
         torch.arange(count + 1) * (draft_len + 1),
-        rule="coupled",
+        rule=rule,
         sampling=_plain_sampling(count),
         position=torch.zeros(count, dtype=torch.long),
         max_query_len=draft_len + 1,
@@ -253,6 +332,11 @@ def _plain_sampling(requests: int) -> Sampling:
     off: Tensor = torch.zeros(requests)
     whole = torch.zeros(requests, dtype=torch.long)
     return Sampling(off + 1, whole, off + 1, off, torch.arange(requests), any_truncation=False)
+
+
+def _afresh(noise: Noise, probabilities: Sequence[float]) -> Iterator[tuple[int, float, Noise]]:
+    """Draw with a number that no other draw has seen or will see."""
+    return ((case, p, noise) for case, p in enumerate(probabilities) if p > 0)
 
 
 Draw = Callable[[Noise, int, int, Sequence[float]], Iterator[tuple[int, float, Noise]]]

@@ -31,6 +31,13 @@ def test_every_policy_writes_what_plain_decoding_writes(temperature: str) -> Non
     assert texts["plain"].strip()
 
 
+def test_processors_change_the_text_of_every_policy_alike() -> None:
+    options = ("--presence-penalty", "1", "--frequency-penalty", "0.5", "--repetition-penalty", "1.2")
+    texts = {generate(PROMPT, *options, "--min-new-tokens", "9", "--policy", p) for p in ("plain", "fixed:5")}
+    assert len(texts) == 1
+    assert texts != {generate(PROMPT)}
+
+
 def test_json_tells_what_happened() -> None:
     row = json.loads(generate(PROMPT, "--json", "--policy", "fixed:7"))
     assert row["prompt"] == PROMPT
@@ -60,6 +67,10 @@ def test_prompts_from_files(tmp_path: Path) -> None:
         (["x", "--policy", "oracle"], "policy 'oracle': replays an earlier pass"),
         (["x", "--rule", "typical"], "rule 'typical': expected one of coupled, ratio"),
         (["x", "--top-p", "2"], "top_p: out of range"),
+        (["x", "--repetition-penalty", "0"], "repetition_penalty: out of range"),
+        (["x", "--presence-penalty", "3"], "presence_penalty: out of range"),
+        (["x", "--frequency-penalty", "-3"], "frequency_penalty: out of range"),
+        (["x", "--min-new-tokens", "9", "--max-tokens", "8"], "min_new_tokens: expected at most max_tokens = 8, got 9"),
         (["x", "--draft-len", "8"], "draft_len: expected 0 to the drafter's block size 7, got 8"),
         (["", "--policy", "plain"], "prompt: expected at least one token id"),
         (["x", "--target", "nowhere"], "--target and --drafter: give both"),

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 
-from dspark.models import DrafterConfig, DSparkDrafter, ModelConfig, Target, load_drafter, load_target
+from dspark.models import DSparkDrafter, Target, load_drafter, load_target
 from dspark.models.draft_network import DSparkNetwork
 from dspark.models.transformer import CausalLM
 from dspark.policy import CostProfile
+from tests.small import small_drafter, small_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 GOLDEN_DRAFTERS = ("vanilla", "gated", "rnn", "dflash")
@@ -34,26 +35,8 @@ def golden_drafter(kind: str) -> DSparkDrafter:
 
 def narrow_pair(vocab_size: int, seed: int = 0, sharpness: float = 2.0) -> tuple[Target, DSparkDrafter]:
     """A random pair over a few tokens, whose draft and target distributions differ widely."""
-    model = ModelConfig(
-        vocab_size=vocab_size,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=64,
-    )
-    config = DrafterConfig(
-        model=ModelConfig(**{**vars(model), "num_hidden_layers": 1, "layer_windows": ()}),
-        block_size=3,
-        mask_token_id=vocab_size - 1,
-        target_layer_ids=(0, 1),
-        num_target_layers=3,
-        markov_rank=4,
-        enable_confidence_head=True,
-        confidence_head_with_markov=True,
-    )
+    model = small_model(vocab_size)
+    config = small_drafter(model)
     generator = torch.Generator().manual_seed(seed)
     networks = CausalLM(model), DSparkNetwork(config)
     for network in networks:

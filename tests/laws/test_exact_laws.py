@@ -12,10 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark.ops.schedule import schedule_prefix
+from dspark.ops.types import Rule
 from dspark.policy import ConfidenceScheduled, CostProfile, FixedK, Oracle, Signals, VerifyPolicy, scheduled
 from dspark.testing import (
+    BlockToy,
     CoupledToy,
     JointLaw,
+    MatchToy,
     RatioToy,
     ToyRequest,
     ToyRule,
@@ -25,12 +28,14 @@ from dspark.testing import (
     stepwise,
     total_variation,
 )
-from dspark.testing.rules import coupled_table
+from dspark.testing.rules import Noise, emission_table
 from tests.laws.toys import CURVES, SAMPLINGS, constant, toy
 from tests.tolerances import LAW
 
 RULES: dict[str, ToyRule] = {
     "ratio": RatioToy(),
+    "block": BlockToy(),
+    "match": MatchToy(),
     "coupled": CoupledToy(),
     "coupled backwards": CoupledToy("backwards"),
     "coupled independent": CoupledToy("independent"),
@@ -41,6 +46,13 @@ SCHEDULED: dict[str, VerifyPolicy] = {
     for (name, curve), lag in itertools.product(CURVES.items(), (0, 2))
 }
 POLICIES = {**FIXED, **SCHEDULED, "oracle": None}
+SHIPPED = ("ratio", "coupled", "block", "match")
+
+
+def pairs(*policies: str, rules: tuple[str, ...] = SHIPPED) -> pytest.MarkDecorator:
+    """Every rule with every policy, but for the oracle under ``block``, which is lossy (see ``test_negative``)."""
+    product = itertools.product(rules, policies or POLICIES)
+    return pytest.mark.parametrize(("rule", "policy"), [p for p in product if p != ("block", "oracle")])
 
 
 def law_of(
@@ -52,21 +64,19 @@ def law_of(
     return exact_law(requests, RULES[rule], chosen, draft_len=draft_len, replay=replay, max_batch=max_batch)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("rule", ["ratio", "coupled"])
-def test_every_policy_keeps_the_law(rule: str, policy: str) -> None:
-    request = toy(1, vocab_size=3, max_tokens=5 if rule == "ratio" else 4)
+@pairs()
+def test_p04_every_policy_keeps_the_law(rule: str, policy: str) -> None:
+    request = toy(1, vocab_size=3, max_tokens=5 if rule in ("ratio", "block") else 4)
     law = law_of([request], rule, policy, draft_len=3)
     assert sum(law.values()) == pytest.approx(1, abs=LAW)
     assert total_variation(law, plain_law([request])) < LAW
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("policy", ["fixed 3", "scheduled jagged lag 0", "scheduled padded lag 2", "oracle"])
-@pytest.mark.parametrize("rule", ["ratio", "coupled"])
+@pairs("fixed 3", "scheduled jagged lag 0", "scheduled padded lag 2", "oracle")
 def test_p02_every_warper_keeps_the_law(rule: str, policy: str, sampling: str) -> None:
     """Among them drafters with parameters of their own, whose support lies inside or beyond the target's."""
-    request = toy(2, vocab_size=4 if rule == "ratio" else 3, max_tokens=4, sampling=sampling)
+    request = toy(2, vocab_size=4 if rule in ("ratio", "block") else 3, max_tokens=4, sampling=sampling)
     law = law_of([request], rule, policy, draft_len=3)
     assert total_variation(law, plain_law([request])) < LAW
 
@@ -80,8 +90,7 @@ def test_any_coupling_of_the_two_draws_keeps_the_law(rule: str, policy: str) -> 
 
 
 @pytest.mark.parametrize("sampling", ["plain", "two of their own"])
-@pytest.mark.parametrize("policy", [name for name in POLICIES if name not in ("fixed 3", "fixed 0")])
-@pytest.mark.parametrize("rule", ["ratio", "coupled"])
+@pairs(*(name for name in POLICIES if name not in ("fixed 3", "fixed 0")))
 def test_requests_scheduled_together_stay_independent(rule: str, policy: str, sampling: str) -> None:
     """The joint law is the product of the plain ones, though the scheduler weighs one request against the other."""
     requests = [toy(4, 2, 3, sampling), toy(5, 2, 4, sampling)]
@@ -91,14 +100,13 @@ def test_requests_scheduled_together_stay_independent(rule: str, policy: str, sa
         assert total_variation(marginal(law, i), plain_law([request])) < LAW
 
 
-@pytest.mark.parametrize("policy", ["scheduled bend lag 0", "scheduled jagged lag 2"])
-def test_requests_scheduled_together_stay_independent_with_more_to_choose_from(policy: str) -> None:
+@pairs("scheduled bend lag 0", "scheduled jagged lag 2", rules=("ratio", "block"))
+def test_requests_scheduled_together_stay_independent_with_more_to_choose_from(rule: str, policy: str) -> None:
     requests = [toy(4, 3, 4), toy(5, 3, 4)]
-    assert total_variation(law_of(requests, "ratio", policy, draft_len=2), plain_law(requests)) < LAW
+    assert total_variation(law_of(requests, rule, policy, draft_len=2), plain_law(requests)) < LAW
 
 
-@pytest.mark.parametrize("policy", ["fixed 2", "scheduled jagged lag 0", "scheduled padded lag 2", "oracle"])
-@pytest.mark.parametrize("rule", ["ratio", "coupled"])
+@pairs("fixed 2", "scheduled jagged lag 0", "scheduled padded lag 2", "oracle")
 def test_a_greedy_and_a_sampled_request_keep_their_laws_in_one_batch(rule: str, policy: str) -> None:
     requests = [toy(4, 2, 3, "greedy"), toy(5, 2, 3, "cold")]
     law = law_of(requests, rule, policy, draft_len=2)
@@ -106,8 +114,7 @@ def test_a_greedy_and_a_sampled_request_keep_their_laws_in_one_batch(rule: str, 
     assert total_variation(law, plain_law(requests)) < LAW
 
 
-@pytest.mark.parametrize("policy", ["fixed 2", "scheduled jagged lag 0", "scheduled padded lag 2", "oracle"])
-@pytest.mark.parametrize("rule", ["ratio", "coupled"])
+@pairs("fixed 2", "scheduled jagged lag 0", "scheduled padded lag 2", "oracle")
 def test_requests_that_stop_join_and_leave_keep_the_law(rule: str, policy: str) -> None:
     """A stop token ends the first early, which is when the third joins the second."""
     requests = [toy(6, 2, 3, stop=frozenset({1})), toy(7, 2, 3), toy(8, 2, 2)]
@@ -150,25 +157,61 @@ def test_random_models_curves_and_confidences_keep_the_law(data: st.DataObject) 
         max_tokens=3,
         confidence=stepwise(lambda tokens: sure[tokens[-1]]),
     )
-    for rule in ("ratio", "coupled"):
+    for rule in SHIPPED:
         law = exact_law([request], RULES[rule], policy, draft_len=3)
         assert total_variation(law, plain_law([request])) < LAW
 
 
-def test_an_emitted_token_is_in_the_targets_support() -> None:
+@pytest.mark.parametrize("rule", SHIPPED)
+def test_p21_an_emitted_token_is_in_the_targets_support(rule: str) -> None:
     request = toy(2, vocab_size=4, max_tokens=3, sampling="two of their own")
-    law = law_of([request], "ratio", "fixed 3", draft_len=3)
+    law = law_of([request], rule, "fixed 3", draft_len=3)
     for (tokens,), probability in law.items():
         for n, token in enumerate(tokens):
             assert request.target(request.prompt + tokens[:n])[token] > 0, (tokens, probability)
 
 
+def expected_accepted(rule: str, request: ToyRequest, prefix: tuple[int, ...], drafts: int) -> float:
+    """The mean number of drafts that the next round accepts if it makes and verifies so many."""
+    cases = RULES[rule].realise(request, prefix, Noise(), drafts, drafts)
+    return sum(case.probability * case.accepted for case in cases)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_p04_block_accepts_at_least_as_much_as_ratio(seed: int, sampling: str) -> None:
+    """Of each drafter, after each pair of tokens (all that these models look at), at each number of drafts."""
+    request = toy(seed, vocab_size=4, max_tokens=5, sampling=sampling)
+    gains = []
+    for prefix, drafts in itertools.product(itertools.product(range(4), repeat=2), (1, 2, 3)):
+        block, ratio = (expected_accepted(rule, request, prefix, drafts) for rule in ("block", "ratio"))
+        assert block >= ratio - LAW, (prefix, drafts)
+        gains.append(block - ratio)
+        if drafts == 1:
+            assert block == pytest.approx(ratio, abs=LAW)
+    certain = ("greedy", "greedy drafter")  # w_i is then the product of the probabilities, as in ratio
+    assert max(gains) > 0.01 or sampling in certain
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_p04_block_accepts_at_least_as_much_as_ratio_on_random_models(data: st.DataObject) -> None:
+    share = st.integers(0, 6)
+    row = st.lists(share, min_size=3, max_size=3).filter(any).map(lambda xs: tuple(x / sum(xs) for x in xs))
+    p, q = data.draw(st.lists(row, min_size=3, max_size=3)), data.draw(st.lists(row, min_size=3, max_size=3))
+    request = ToyRequest(lambda tokens: p[tokens[-1]], lambda tokens: q[tokens[-1]], max_tokens=4)
+    for anchor, drafts in itertools.product(range(3), (1, 2, 3)):
+        block, ratio = (expected_accepted(rule, request, (anchor,), drafts) for rule in ("block", "ratio"))
+        assert block >= ratio - LAW
+
+
+@pytest.mark.parametrize("rule", ["coupled", "match"])
 @pytest.mark.parametrize("draft_len", [0, 1, 2])
-def test_coupled_emits_the_samples_down_to_the_first_difference(draft_len: int) -> None:
+def test_samples_are_emitted_down_to_the_first_difference(draft_len: int, rule: Rule) -> None:
     """What the toys take from ``accept``, written out; target rows past the difference do not matter."""
     vocab_size = 3
     cases = itertools.product(range(vocab_size), repeat=2 * draft_len + 1)
-    for digits, emitted in zip(cases, coupled_table(vocab_size, draft_len), strict=True):
+    for digits, emitted in zip(cases, emission_table(rule, vocab_size, draft_len), strict=True):
         drafts, samples = digits[:draft_len], digits[draft_len:]
         same = [x == y for x, y in zip(drafts, samples, strict=False)]
         accepted = (*same, False).index(False)

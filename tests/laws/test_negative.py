@@ -11,8 +11,10 @@ from torch import Tensor
 from dspark.ops.schedule import schedule_prefix
 from dspark.policy import ConfidenceScheduled, CostProfile, FixedK, Oracle, Outcome, Signals
 from dspark.testing import (
+    BlockToy,
     CoupledToy,
     JointLaw,
+    MatchToy,
     RatioToy,
     ToyRequest,
     exact_law,
@@ -105,10 +107,13 @@ def test_the_shipped_scheduler_is_lossless_there(lag: int) -> None:
     assert total_variation(law, plain_law([appendix_a()])) < LAW
 
 
-@pytest.mark.parametrize("coupling", ["forwards", "backwards", "independent"])
-def test_any_policy_is_lossless_when_coupled(coupling: str) -> None:
-    """Even those: the coupled rule emits the target's own samples."""
-    rule = CoupledToy(coupling)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "rule",
+    [CoupledToy("forwards"), CoupledToy("backwards"), CoupledToy("independent"), MatchToy()],
+    ids=["coupled forwards", "coupled backwards", "coupled independent", "match"],
+)
+def test_any_policy_is_lossless_where_the_targets_own_samples_are_emitted(rule: CoupledToy) -> None:
+    """Even those."""
     request = appendix_a()
     searched = exact_law([request], rule, GlobalSearch(CURVES["appendix A"]), draft_len=2)
     assert total_variation(searched, plain_law([request])) < LAW
@@ -207,6 +212,71 @@ def test_requests_that_share_their_draft_noise_are_lossy_under_the_scheduler() -
 
     own = exact_law([weak, strong], RatioToy(), policy, draft_len=2, length=1)
     assert total_variation(own, plain_law([weak, strong], length=1)) < LAW
+
+
+class AgainstTheAnchor(BlockToy):
+    """Block verification whose accept numbers are addressed by position, and by ``salt`` of the anchor's position."""
+
+    def __init__(self, salt: Callable[[int], int]) -> None:
+        self._salt = salt
+
+    def draw_number(
+        self, noise: Noise, position: int, anchor: int, parts: Sequence[float]
+    ) -> Iterator[tuple[int, float, Noise]]:
+        return noise.draw((position, self._salt(anchor)), parts)
+
+
+def test_p08_block_whose_accept_numbers_are_used_again_is_lossy() -> None:
+    """A rejection tells that the numbers of the drafts after it were large; the next round reads one of them again.
+
+    Of (.7, .3) drafted with (.5, .5): both drafts of the first round are rejected with probability .3 * .5 (the first
+    is token 1 and w_1 = .6; the second is then 0 or 1 with w_2 = .84 or .36). Its second number is then beyond w_2.
+    """
+    request = constant(P, Q, 3)
+    law = exact_law([request], AgainstTheAnchor(lambda anchor: 0), FixedK(2), draft_len=2)
+    assert total_variation(law, plain_law([request])) > 0.02
+    assert first_token(law) == pytest.approx([0.7, 0.3], abs=LAW)  # the first round is as it should be
+    own = exact_law([request], AgainstTheAnchor(lambda anchor: 1 + anchor), FixedK(2), draft_len=2)
+    assert total_variation(own, plain_law([request])) < LAW
+
+
+def test_an_oracle_is_lossy_under_block() -> None:
+    """Verifying less than everything may keep a draft for which the ones after it spoke against."""
+    request = constant(P, Q, 3)
+    law = exact_law([request], BlockToy(), replay=Oracle, draft_len=2)
+    assert total_variation(law, plain_law([request])) > 0.02
+
+
+P3, Q3 = (0.4, 0.4, 0.2), (0.6, 0.3, 0.1)
+
+
+class Unweighted(BlockToy):
+    """Block verification that replaces a rejected draft from (p - q)+, without the weight of the drafts before it."""
+
+    def verdict(
+        self, toy: ToyRequest, prefix: Tokens, drafts: Sequence[Tokens], verified: int
+    ) -> tuple[list[list[float]], list[list[list[float]]]]:
+        chance, residual = super().verdict(toy, prefix, drafts, verified)
+        excess = [max(p - q, 0.0) for p, q in zip(P3, Q3, strict=True)]
+        unweighted = [x / sum(excess) for x in excess]
+        return chance, [[unweighted] * verified + [own[verified]] for own in residual]
+
+
+class EachOnItsOwn(BlockToy):
+    """Block verification with the thresholds of the ratio rule, of which the last one passed counts."""
+
+    def verdict(
+        self, toy: ToyRequest, prefix: Tokens, drafts: Sequence[Tokens], verified: int
+    ) -> tuple[list[list[float]], list[list[list[float]]]]:
+        _, residual = super().verdict(toy, prefix, drafts, verified)
+        chance = [[min(1.0, P3[x] / Q3[x]) for x in draft[:verified]] for draft in drafts]
+        return [[*own, 0.0] for own in chance], residual
+
+
+@pytest.mark.parametrize("rule", [Unweighted(), EachOnItsOwn()])
+def test_p04_a_wrong_block_formula_is_lossy(rule: BlockToy) -> None:
+    request = constant(P3, Q3, 3)
+    assert total_variation(exact_law([request], rule, FixedK(2), draft_len=2), plain_law([request])) > 0.01
 
 
 class OtherQ(RatioToy):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from dspark.models import DrafterConfig, DSparkDrafter, ModelConfig, Target, load_drafter, load_target, query_batch
+from dspark.models import DrafterConfig, DSparkDrafter, Target, load_drafter, load_target, query_batch
 from dspark.models.draft_network import DSparkNetwork
 from dspark.models.training.corpus import (
     END_OF_TEXT,
@@ -28,35 +27,18 @@ from dspark.models.training.target import TargetTraining, language_model_loss, t
 from dspark.models.transformer import CausalLM
 from dspark.ops.sample import transform
 from dspark.requests import SamplingParams, batch_sampling
+from tests.small import small_drafter, small_model
 
 VOCAB = 40
-MODEL = ModelConfig(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=16,
-    max_position_embeddings=64,
-    tie_word_embeddings=True,
-)
+MODEL = small_model(VOCAB, hidden_size=32, intermediate_size=48, head_dim=16, tie_word_embeddings=True)
 TARGET_RUN = TargetTraining(steps=40, batch=4, length=32, peak_rate=1e-2, warmup=5, save_every=10)
 DRAFTER_RUN = DrafterTraining(steps=40, batch=2, peak_rate=1e-2, warmup=5, save_every=10, anchors=6)
 
 
 def drafter_config(head: str) -> DrafterConfig:
-    return DrafterConfig(
-        model=dataclasses.replace(MODEL, num_hidden_layers=1, layer_windows=(), tie_word_embeddings=False),
-        block_size=3,
-        mask_token_id=VOCAB - 1,
-        target_layer_ids=(0, 1),
-        num_target_layers=3,
-        markov_rank=0 if head == "none" else 8,
-        markov_head_type="vanilla" if head == "none" else head,  # type: ignore[arg-type]
-        enable_confidence_head=head != "none",
-        confidence_head_with_markov=head != "none",
-    )
+    if head == "none":
+        return small_drafter(MODEL, markov_rank=0, enable_confidence_head=False, confidence_head_with_markov=False)
+    return small_drafter(MODEL, markov_rank=8, markov_head_type=head)
 
 
 @pytest.fixture(scope="module")

@@ -10,18 +10,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dspark.ops.accept import accept
+from dspark.ops.accept import RULES_OF_Q, accept
 from dspark.ops.philox import uniform
 from dspark.ops.sample import sample, transform
-from dspark.ops.types import Rule, Sampling, Status, Stream
+from dspark.ops.types import Backend, DenseQ, Logprobs, Rule, Sampling, Status, Stream, Verdict
 from tests.ops.chains import (
+    CASES,
     MIXED_LENGTHS,
     RULES,
+    SEEDED,
     Batch,
+    Form,
     assert_same,
     assert_well_formed,
     make_batch,
     mixed_sampling,
+    on_backends,
+    on_cases,
+    on_rules,
+    randn,
     rows_of,
 )
 from tests.ops.helpers import make_sampling, select
@@ -30,46 +37,86 @@ from tests.tolerances import LOGPROBS
 NAN = float("nan")
 
 
-def walk_coupled(batch: Batch, request: int) -> list[int]:
-    """The rule, read aloud: plain samples for as long as the next draft is what was sampled."""
+def p_row(batch: Batch, request: int, node: int) -> Tensor:
+    """``[V]`` float64: the target's distribution at a node."""
+    one = select(batch.sampling, torch.tensor([request]))
+    return transform(batch.logits[batch.rows(request)][node : node + 1], one)[0].double().softmax(-1)
+
+
+def draw(batch: Batch, request: int, node: int, weights: Tensor) -> int:
+    """Inverse CDF with the number of the token that a node gives."""
+    u = uniform(batch.sampling.seed[request], batch.position[request] + node + 1, Stream.RESIDUAL)
+    return int((weights.cumsum(-1) <= u * weights.sum()).sum())
+
+
+def walk_seeded(batch: Batch, request: int, rule: Rule) -> list[int]:
+    """Plain samples for as long as the next draft is what was sampled."""
     emitted: list[int] = []
     rows = batch.rows(request)
     for i in range(batch.lengths[request]):
-        drawn = sample(
-            batch.logits[rows][i : i + 1],
-            select(batch.sampling, torch.tensor([request])),
-            batch.position[request : request + 1] + i + 1,
-        ).item()
-        if drawn < 0:
-            break
-        emitted.append(int(drawn))
+        if rule == "match":
+            drawn = draw(batch, request, i, p_row(batch, request, i))
+        else:
+            one = select(batch.sampling, torch.tensor([request]))
+            drawn = int(sample(batch.logits[rows][i : i + 1], one, batch.position[request : request + 1] + i + 1))
+        emitted.append(drawn)
         if i + 1 == batch.lengths[request] or batch.tokens[rows][i + 1] != drawn:
             break
     return emitted
 
 
 def walk_ratio(batch: Batch, request: int) -> list[int]:
-    """The rule, read aloud, with one number at a time."""
+    """One draft after another, with one number at a time."""
     emitted: list[int] = []
-    rows, seed = batch.rows(request), batch.sampling.seed[request]
-    one = select(batch.sampling, torch.tensor([request]))
     for i in range(batch.lengths[request]):
-        p = transform(batch.logits[rows][i : i + 1], one)[0].double().softmax(-1)
-        position = batch.position[request] + i + 1
-        weights = p
+        weights = p = p_row(batch, request, i)
         if i + 1 < batch.lengths[request]:
-            q = batch.draft_logits[request, i].double().softmax(-1)
-            x = int(batch.tokens[rows][i + 1])
-            if uniform(seed, position, Stream.ACCEPT) * q[x] < p[x]:
+            q = batch.q_row(request, i)
+            x = int(batch.tokens[batch.rows(request)][i + 1])
+            u = uniform(batch.sampling.seed[request], batch.position[request] + i + 1, Stream.ACCEPT)
+            if u * q[x] < p[x]:
                 emitted.append(x)
                 continue
             weights = (p - q).clamp(min=0)
-        target = uniform(seed, position, Stream.RESIDUAL) * weights.sum()
-        emitted.append(int((weights.cumsum(-1) <= target).sum()))
+        emitted.append(draw(batch, request, i, weights))
         break
     return emitted
 
 
+def walk_block(batch: Batch, request: int) -> list[int]:
+    """Algorithm 2 of arXiv 2403.10444, line by line."""
+    drafts = batch.tokens[batch.rows(request)][1:].tolist()
+    if batch.lengths[request] == 0:
+        return []
+    p = [p_row(batch, request, i) for i in range(len(drafts) + 1)]
+    q = [batch.q_row(request, i) for i in range(len(drafts))]
+    weight, tau = [1.0], 0
+    for i, x in enumerate(drafts, start=1):
+        weight.append(min(weight[-1] * float(p[i - 1][x] / q[i - 1][x]), 1.0))
+        chance = weight[i]
+        if i < len(drafts) and weight[i] < 1:
+            mass = float((weight[i] * p[i] - q[i]).clamp(min=0).sum())
+            chance = mass / (mass + 1 - weight[i])
+        anchor = batch.position[request]
+        if uniform(batch.sampling.seed[request], anchor + i, Stream.ACCEPT, salt=anchor) < chance:
+            tau = i
+    weights = p[tau] if tau == len(drafts) else (weight[tau] * p[tau] - q[tau]).clamp(min=0)
+    return [*drafts[:tau], draw(batch, request, tau, weights)]
+
+
+def walk(batch: Batch, request: int, rule: Rule) -> list[int]:
+    """The rule, read aloud."""
+    if rule in SEEDED:
+        return walk_seeded(batch, request, rule)
+    return walk_ratio(batch, request) if rule == "ratio" else walk_block(batch, request)
+
+
+def take_over_samples(batch: Batch, rule: Rule, chosen: Tensor) -> None:
+    """Make some drafts, those of the rows ``chosen [T]``, what the target will draw there."""
+    batch.tokens[1:] = torch.where(chosen[1:], batch.plain(rule).tokens[:-1, 0], batch.tokens[1:])
+
+
+@on_backends
 @given(
     lengths=st.lists(st.integers(0, 5), min_size=1, max_size=5),
     temperatures=st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0]), min_size=5, max_size=5),
@@ -77,64 +124,65 @@ def walk_ratio(batch: Batch, request: int) -> list[int]:
     top_p=st.sampled_from([1.0, 0.8]),
     seed=st.integers(0, 10_000),
     copied=st.lists(st.booleans(), min_size=25, max_size=25),
-    rule=st.sampled_from(RULES),
+    case=st.sampled_from(CASES),
 )
 def test_accept_equals_the_rule_read_aloud(
+    backend: Backend,
     lengths: list[int],
     temperatures: list[float],
     top_k: int,
     top_p: float,
     seed: int,
     copied: list[bool],
-    rule: Rule,
+    case: tuple[Rule, Form],
 ) -> None:
+    rule, form = case
     sampling = make_sampling(temperatures[: len(lengths)], top_k, top_p, seed=[seed + r for r in range(len(lengths))])
-    batch = make_batch(lengths, sampling, vocab_size=6, seed=seed, rule=rule)
-    if rule == "coupled":
-        # Some drafts become what the target will draw there, so that every accepted length occurs.
-        for r, length in enumerate(lengths):
-            drawn = sample(
-                batch.logits[batch.rows(r)],
-                sampling,
-                batch.position[r] + 1 + torch.arange(length),
-                request=torch.full((length,), r),
-            )
-            copy = torch.tensor(copied[5 * r : 5 * r + length], dtype=torch.bool)[1:]
-            tokens = batch.tokens[batch.rows(r)]
-            tokens[1:] = torch.where(copy, drawn[:-1], tokens[1:])
+    batch = make_batch(lengths, sampling, vocab_size=6, seed=seed, rule=rule, form=form, backend=backend)
+    if rule in SEEDED:
+        take_over_samples(batch, rule, torch.tensor(copied)[: sum(lengths)])
     verdict = batch.accept(rule)
     assert_well_formed(verdict, batch)
-    walk = walk_coupled if rule == "coupled" else walk_ratio
     for r in range(len(lengths)):
-        assert verdict.tokens[r, : int(verdict.num_emitted[r])].tolist() == walk(batch, r)
+        assert verdict.tokens[r, : int(verdict.num_emitted[r])].tolist() == walk(batch, r, rule)
 
 
+@on_backends
 @pytest.mark.parametrize("agree", [True, False])
-@pytest.mark.parametrize("rule", RULES)
-def test_accept_equals_the_rule_read_aloud_for_many_requests(rule: Rule, agree: bool) -> None:
-    lengths = [length for length in range(7) for _ in range(20)]
-    sampling = make_sampling([(0.0, 0.6, 1.0, 1.5)[r % 4] for r in range(140)], 8, 0.97, seed=list(range(140)))
-    batch = make_batch(lengths, sampling, agree=agree, rule=rule)
+@on_cases
+def test_accept_equals_the_rule_read_aloud_for_many_requests(
+    rule: Rule, form: Form, agree: bool, backend: Backend
+) -> None:
+    lengths = [length for length in range(7) for _ in range(8)]
+    sampling = make_sampling([(0.0, 0.6, 1.0, 1.5)[r % 4] for r in range(56)], 8, 0.97, seed=list(range(56)))
+    batch = make_batch(lengths, sampling, agree=agree, rule=rule, form=form, backend=backend)
     verdict = batch.accept(rule)
     assert_well_formed(verdict, batch)
-    walk = walk_coupled if rule == "coupled" else walk_ratio
-    for r in range(140):
-        assert verdict.tokens[r, : int(verdict.num_emitted[r])].tolist() == walk(batch, r)
+    for r in range(56):
+        assert verdict.tokens[r, : int(verdict.num_emitted[r])].tolist() == walk(batch, r, rule)
 
 
-def test_coupled_emits_plain_samples_whatever_was_drafted() -> None:
-    sampling = mixed_sampling()
-    batch = make_batch(MIXED_LENGTHS, sampling)
-    request = torch.arange(8).repeat_interleave(torch.tensor(MIXED_LENGTHS))
-    first = batch.query_start[request]
-    plain = sample(
-        batch.logits, sampling, batch.position[request] + torch.arange(len(request)) - first + 1, request=request
-    )
+@on_backends
+@pytest.mark.parametrize("rule", RULES_OF_Q)
+@pytest.mark.parametrize("form", ["mapped", "sparse"])
+def test_the_form_of_q_does_not_matter(rule: Rule, form: Form, backend: Backend) -> None:
+    sampling = make_sampling([1.0, 0.0, 0.7, 1.4] * 10, 6, 0.95, seed=list(range(40)))
+    batch = make_batch([5] * 40, sampling, rule=rule, form="mapped", backend=backend)
+    dense, other = replace(batch, form="dense").accept(rule), replace(batch, form=form).accept(rule)
+    assert torch.equal(dense.tokens, other.tokens)
+    assert dense.num_emitted.unique().tolist() == [1, 2, 3, 4, 5]
+
+
+@on_backends
+@pytest.mark.parametrize("rule", SEEDED)
+def test_p20_plain_samples_are_emitted_whatever_was_drafted(rule: Rule, backend: Backend) -> None:
+    batch = make_batch(MIXED_LENGTHS, mixed_sampling(), backend=backend)
+    plain = batch.plain(rule).tokens[:, 0]
     perfect = batch.tokens.clone()
     for r in range(8):
         perfect[batch.rows(r)][1:] = plain[batch.rows(r)][:-1]
     for tokens in (batch.tokens, perfect, torch.full_like(perfect, -1), perfect.roll(1)):
-        verdict = replace(batch, tokens=tokens).accept("coupled")
+        verdict = replace(batch, tokens=tokens).accept(rule)
         for r, length in enumerate(MIXED_LENGTHS):
             n = int(verdict.num_emitted[r])
             assert verdict.tokens[r, :n].tolist() == plain[batch.rows(r)][:n].tolist()
@@ -142,28 +190,28 @@ def test_coupled_emits_plain_samples_whatever_was_drafted() -> None:
                 assert n == length
 
 
-def test_padded_requests_and_rows_emit_nothing() -> None:
-    batch = make_batch(MIXED_LENGTHS, mixed_sampling())
-    padded = Batch(
-        torch.cat([batch.logits, torch.full((5, 11), NAN)]),
-        torch.cat([batch.tokens, torch.full((5,), -1)]),
-        MIXED_LENGTHS,
-        batch.position,
-        batch.sampling,
-        batch.draft_logits.clone(),
+@on_backends
+@on_cases
+def test_padded_requests_and_rows_emit_nothing(rule: Rule, form: Form, backend: Backend) -> None:
+    batch = make_batch(MIXED_LENGTHS, mixed_sampling(), rule=rule, form=form, backend=backend)
+    padded = replace(
+        batch,
+        logits=torch.cat([batch.logits, torch.full((5, 11), NAN)]),
+        tokens=torch.cat([batch.tokens, torch.full((5,), -1)]),
+        draft_logits=batch.draft_logits.clone(),
     )
     padded.draft_logits[[2, 5]] = NAN
-    for rule in RULES:
-        verdict = padded.accept(rule)
-        assert_same(verdict, batch.accept(rule))
-        for r in (2, 5):
-            assert verdict.num_emitted[r] == 0
-            assert verdict.status[r] == Status.OK
+    verdict = padded.accept(rule)
+    assert_same(verdict, batch.accept(rule))
+    for r in (2, 5):
+        assert verdict.num_emitted[r] == 0
+        assert verdict.status[r] == Status.OK
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_padded_request_before_poisoned_rows(rule: Rule) -> None:
-    batch = make_batch([2, 0], make_sampling([1.0, 1.0]), rule=rule)
+@on_backends
+@on_rules
+def test_a_padded_request_before_poisoned_rows(rule: Rule, backend: Backend) -> None:
+    batch = make_batch([2, 0], make_sampling([1.0, 1.0]), rule=rule, backend=backend)
     poisoned = replace(
         batch,
         logits=torch.cat([batch.logits, torch.full((3, 11), NAN)]),
@@ -173,19 +221,20 @@ def test_a_padded_request_before_poisoned_rows(rule: Rule) -> None:
     assert poisoned.accept(rule).status.tolist() == [Status.OK] * 2
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_rows_past_max_query_len_are_ignored(rule: Rule) -> None:
-    batch = make_batch([6] * 10, make_sampling([1.0] * 10, seed=list(range(10))), rule=rule)
+@on_backends
+@on_rules
+def test_rows_past_max_query_len_are_ignored(rule: Rule, backend: Backend) -> None:
+    batch = make_batch([6] * 10, make_sampling([1.0] * 10, seed=list(range(10))), rule=rule, backend=backend)
     keep = torch.arange(6).repeat(10) < 2
     short = replace(batch, logits=batch.logits[keep], tokens=batch.tokens[keep], lengths=[2] * 10)
     assert batch.accept(rule).num_emitted.max() > 2
     assert_same(batch.accept(rule, max_query_len=2), short.accept(rule))
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_no_rows_and_no_requests(rule: Rule) -> None:
+@on_backends
+@on_rules
+def test_no_rows_and_no_requests(rule: Rule, backend: Backend) -> None:
     none = torch.empty(0, dtype=torch.int64)
-    draft_logits = torch.zeros(2, 2, 5) if rule == "ratio" else None
     verdict = accept(
         torch.empty(0, 5),
         none,
@@ -194,7 +243,8 @@ def test_no_rows_and_no_requests(rule: Rule) -> None:
         sampling=make_sampling([1.0, 0.0]),
         position=torch.tensor([4, 5]),
         max_query_len=3,
-        draft_logits=draft_logits,
+        q=DenseQ(torch.zeros(2, 2, 5)) if rule in RULES_OF_Q else None,
+        backend=backend,
     )
     assert verdict.tokens.tolist() == verdict.path.tolist() == [[-1] * 3] * 2
     assert verdict.num_emitted.tolist() == verdict.status.tolist() == [0, 0]
@@ -206,55 +256,96 @@ def test_no_rows_and_no_requests(rule: Rule) -> None:
         sampling=make_sampling([]),
         position=none,
         max_query_len=1,
+        backend=backend,
     )
     assert verdict.tokens.shape == (0, 1)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_widths_beyond_the_longest_request(rule: Rule) -> None:
-    batch = make_batch(MIXED_LENGTHS, mixed_sampling(), rule=rule)
+@on_backends
+@on_cases
+def test_widths_beyond_the_longest_request(rule: Rule, form: Form, backend: Backend) -> None:
+    batch = make_batch(MIXED_LENGTHS, mixed_sampling(), rule=rule, form=form, backend=backend)
     expected = batch.accept(rule)
-    wide = torch.cat([batch.draft_logits, torch.full((8, 4, 11), NAN)], 1) if rule == "ratio" else None
-    verdict = batch.accept(rule, max_query_len=9, draft_logits=wide)
+    wide = replace(batch, draft_logits=torch.cat([batch.draft_logits, torch.full((8, 4, 11), NAN)], 1))
+    verdict = wide.accept(rule, max_query_len=9)
     assert_same(verdict, expected, 6)
     assert (verdict.tokens[:, 6:] == -1).all()
 
 
-def test_ratio_without_drafts_needs_no_draft_logits() -> None:
-    batch = make_batch([1, 1, 0, 1], make_sampling([1.0, 0.0, 1.0, 0.5], seed=[1, 2, 3, 4]))
-    assert_same(batch.accept("ratio", draft_logits=None), batch.accept("ratio"))
-    assert batch.accept("ratio", draft_logits=None).num_emitted.tolist() == [1, 1, 0, 1]
+@on_backends
+@pytest.mark.parametrize("rule", RULES_OF_Q)
+def test_without_drafts_no_q_is_needed(rule: Rule, backend: Backend) -> None:
+    batch = make_batch([1, 1, 0, 1], make_sampling([1.0, 0.0, 1.0, 0.5], seed=[1, 2, 3, 4]), backend=backend)
+    assert_same(batch.accept(rule, q=None), batch.accept(rule))
+    assert batch.accept(rule, q=None).num_emitted.tolist() == [1, 1, 0, 1]
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_p08_emitted_is_one_more_than_accepted(rule: Rule) -> None:
+@on_backends
+@on_rules
+@pytest.mark.parametrize("logprobs", ["raw", "processed"])
+def test_results_are_written_into_out(rule: Rule, logprobs: Logprobs, backend: Backend) -> None:
+    batch = make_batch(MIXED_LENGTHS, mixed_sampling(), rule=rule, backend=backend)
+    shape = (len(MIXED_LENGTHS), max(MIXED_LENGTHS))
+    whole = [torch.full(shape if two else shape[:1], 77) for two in (True, False, True, False)]
+    out = Verdict(whole[0], whole[1], whole[2], torch.full(shape, NAN), whole[3])
+    before = list(vars(out).values())
+    assert batch.accept(rule, out=out, logprobs=logprobs) is out
+    assert all(a is b for a, b in zip(before, vars(out).values(), strict=True))
+    assert_same(out, batch.accept(rule, logprobs=logprobs))
+
+
+@on_backends
+@on_cases
+def test_p08_emitted_is_one_more_than_accepted(rule: Rule, form: Form, backend: Backend) -> None:
     lengths = [length for length in range(1, 7) for _ in range(50)]
-    batch = make_batch(lengths, make_sampling([1.0] * 300, seed=list(range(300))), rule=rule)
+    # Less random drafts where their own probability is the chance that they are accepted.
+    sampling = make_sampling([0.3 if form == "point" else 1.0] * 300, seed=list(range(300)))
+    batch = make_batch(lengths, sampling, rule=rule, form=form, backend=backend)
+    if rule == "match":
+        take_over_samples(batch, rule, randn(sum(lengths)) > -1)
     verdict = batch.accept(rule)
     assert_well_formed(verdict, batch)
     seen = {(length, int(n)) for length, n in zip(lengths, verdict.num_emitted, strict=True)}
     assert seen == {(length, n) for length in range(1, 7) for n in range(1, length + 1)}, "every count occurs"
 
 
-@pytest.mark.parametrize("rule", RULES)
+@on_backends
+@on_cases
+@pytest.mark.parametrize("mode", ["raw", "processed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_p15_logprobs_are_those_of_the_untransformed_target(rule: Rule, dtype: torch.dtype) -> None:
-    batch = make_batch(MIXED_LENGTHS, mixed_sampling(), rule=rule)
+def test_p15_logprobs_are_the_targets_for_every_emitted_token(
+    rule: Rule, form: Form, mode: Logprobs, dtype: torch.dtype, backend: Backend
+) -> None:
+    """Accepted drafts, residual tokens and bonuses alike, and the same that plain decoding gives for that token."""
+    temperatures = [(1.0, 0.7, 0.0, 1.4)[r % 4] for r in range(24)]
+    sampling = make_sampling(temperatures, [0, 5] * 12, 0.95, 0.01, seed=list(range(24)))
+    batch = make_batch([1, 2, 4, 4] * 6, sampling, rule=rule, form=form, backend=backend)
     batch = replace(batch, logits=batch.logits.to(dtype))
-    verdict = batch.accept(rule)
-    logprobs = batch.logits.double().log_softmax(-1)
-    checked = {"accepted": 0, "last": 0}
+    if rule == "match":
+        take_over_samples(batch, rule, randn(len(batch.tokens)) > -1)
+    verdict, plain = batch.accept(rule, logprobs=mode), batch.plain(rule, logprobs=mode)
+    request = torch.arange(24).repeat_interleave(torch.tensor(batch.lengths))
+    scores = batch.logits if mode == "raw" else transform(batch.logits, sampling, request)
+    logprobs = scores.double().log_softmax(-1)
+    seen = {"accepted": 0, "residual": 0, "bonus": 0, "also drawn plainly": 0}
     for r, n in enumerate(verdict.num_emitted.tolist()):
         for i in range(n):
-            expected = logprobs[batch.rows(r)][i, verdict.tokens[r, i]]
-            assert abs(verdict.logprobs[r, i] - expected) < LOGPROBS
-            checked["last" if i == n - 1 else "accepted"] += 1
-    assert min(checked.values()) > 2
+            token, row = verdict.tokens[r, i], batch.rows(r).start + i
+            assert abs(verdict.logprobs[r, i] - logprobs[row, token]) < LOGPROBS
+            seen["accepted" if i < n - 1 else "bonus" if n == batch.lengths[r] else "residual"] += 1
+            if plain.tokens[row, 0] == token:
+                assert abs(plain.logprobs[row, 0] - verdict.logprobs[r, i]) < LOGPROBS
+                seen["also drawn plainly"] += 1
+            if mode == "processed" and temperatures[r] == 0:
+                assert verdict.logprobs[r, i] == 0
+    assert min(seen.values()) > 2, seen
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_p20_verdict_is_bitwise_the_same_alone_and_permuted(rule: Rule) -> None:
-    batch = make_batch(MIXED_LENGTHS, mixed_sampling(), vocab_size=259, rule=rule)
+@on_backends
+@on_cases
+def test_p20_verdict_is_bitwise_the_same_alone_and_permuted(rule: Rule, form: Form, backend: Backend) -> None:
+    sampling = mixed_sampling()
+    batch = make_batch(MIXED_LENGTHS, sampling, vocab_size=259, rule=rule, form=form, backend=backend)
     verdict = batch.accept(rule)
     order = [5, 3, 0, 7, 1, 6, 2, 4]
     permuted = batch.take(order).accept(rule)
@@ -268,25 +359,29 @@ def test_p20_verdict_is_bitwise_the_same_alone_and_permuted(rule: Rule) -> None:
         assert alone.num_emitted[0] == verdict.num_emitted[r]
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_p20_shorter_verification_emits_a_prefix(rule: Rule) -> None:
-    batch = make_batch([6] * 30, make_sampling([1.0] * 30, seed=list(range(30))), rule=rule)
+@on_backends
+@pytest.mark.parametrize("rule", ["coupled", "match", "ratio"])  # block looks ahead
+def test_p20_shorter_verification_emits_a_prefix(rule: Rule, backend: Backend) -> None:
+    batch = make_batch([6] * 30, make_sampling([1.0] * 30, seed=list(range(30))), rule=rule, backend=backend)
+    if rule == "match":
+        take_over_samples(batch, rule, randn(len(batch.tokens)) > -1)
     full = batch.accept(rule)
     keep = torch.arange(6).repeat(30)
     for length in range(1, 6):
         short = replace(
             batch, logits=batch.logits[keep < length], tokens=batch.tokens[keep < length], lengths=[length] * 30
         ).accept(rule)
-        agree = (
-            length if rule == "coupled" else length - 1
-        )  # a bonus by ratio is drawn otherwise than an accepted draft
+        # A bonus by ratio is drawn otherwise than an accepted draft.
+        agree = length - 1 if rule == "ratio" else length
         assert torch.equal(short.num_emitted, full.num_emitted.clamp(max=length))
         assert torch.equal(short.tokens[:, :agree], full.tokens[:, :agree])
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_temperature_zero_mixed_with_sampled_rows(rule: Rule) -> None:
-    batch = make_batch([5] * 6, make_sampling([0.0, 1.0] * 3, 0, 0.9, seed=list(range(6))), rule=rule)
+@on_backends
+@on_cases
+def test_temperature_zero_mixed_with_sampled_rows(rule: Rule, form: Form, backend: Backend) -> None:
+    sampling = make_sampling([0.0, 1.0] * 3, 0, 0.9, seed=list(range(6)))
+    batch = make_batch([5] * 6, sampling, rule=rule, form=form, backend=backend)
     verdict = batch.accept(rule)
     for r in (0, 2, 4):
         greedy = batch.logits[batch.rows(r)].argmax(-1).tolist()
@@ -301,34 +396,62 @@ def test_temperature_zero_mixed_with_sampled_rows(rule: Rule) -> None:
     assert_same(promised, cold.accept(rule))
 
 
-def test_ratio_accepts_sampled_drafts_at_temperature_zero_only_if_they_are_the_argmax() -> None:
-    target = make_sampling([0.0] * 100, seed=list(range(100)))
-    drafter = make_sampling([1.0] * 100, seed=list(range(100)))
-    batch = replace(make_batch([4] * 100, drafter), sampling=target)
-    verdict = batch.accept("ratio")
-    coupled = batch.accept("coupled")
-    assert_same(verdict, coupled)
+@on_backends
+@on_cases
+def test_drafts_are_accepted_at_temperature_zero_only_if_they_are_the_argmax(
+    rule: Rule, form: Form, backend: Backend
+) -> None:
+    target = make_sampling([0.0] * 60, seed=list(range(60)))
+    drafter = make_sampling([1.0] * 60, seed=list(range(60)))
+    batch = replace(make_batch([4] * 60, drafter, form=form, backend=backend), sampling=target)
+    verdict = batch.accept(rule)
+    assert_same(verdict, batch.accept("coupled"))
     assert (verdict.num_emitted > 1).any()
 
 
-def test_the_positions_are_the_addresses_of_the_noise() -> None:
-    batch = make_batch([3] * 50, make_sampling([1.0] * 50, seed=7))
-    for rule in RULES:
-        moved = batch.accept(rule, position=batch.position + 1000)
-        assert not torch.equal(moved.tokens, batch.accept(rule).tokens)
+@on_backends
+@on_rules
+def test_the_positions_are_the_addresses_of_the_noise(rule: Rule, backend: Backend) -> None:
+    batch = make_batch([3] * 50, make_sampling([1.0] * 50, seed=7), backend=backend)
+    moved = batch.accept(rule, position=batch.position + 1000)
+    assert not torch.equal(moved.tokens, batch.accept(rule).tokens)
 
 
-def test_any_layout_of_the_logits() -> None:
-    batch = make_batch(MIXED_LENGTHS, mixed_sampling())
+@on_backends
+@pytest.mark.parametrize("rule", ["ratio", "block"])
+def test_p08_accept_numbers_of_block_hold_the_anchors_position(rule: Rule, backend: Backend) -> None:
+    """A draft at the same place, drafted after another anchor, is judged by another number; not so under ratio."""
+    sampling = make_sampling([1.0] * 60, seed=list(range(60)))
+    long = make_batch([3] * 60, sampling, vocab_size=2, rule=rule, agree=False, backend=backend)
+    keep = torch.arange(3).repeat(60) > 0  # the first draft becomes the anchor
+    short = replace(
+        long,
+        logits=long.logits[keep],
+        tokens=long.tokens[keep],
+        lengths=[2] * 60,
+        position=long.position + 1,
+        draft_logits=long.draft_logits[:, 1:],
+    )
+    one, two = long.accept(rule), short.accept(rule)
+    both = one.num_emitted > 1  # so the second draft was judged in both
+    differ = (one.num_emitted[both] == 3) != (two.num_emitted[both] == 2)
+    assert 5 < both.sum() < 60
+    assert bool(differ.any()) == (rule == "block")
+
+
+@on_backends
+@on_rules
+def test_any_layout_of_the_logits(rule: Rule, backend: Backend) -> None:
+    batch = make_batch(MIXED_LENGTHS, mixed_sampling(), backend=backend)
     transposed = replace(
         batch, logits=batch.logits.T.contiguous().T, draft_logits=batch.draft_logits.mT.contiguous().mT
     )
-    for rule in RULES:
-        assert_same(transposed.accept(rule), batch.accept(rule))
+    assert_same(transposed.accept(rule), batch.accept(rule))
 
 
-def test_arguments_are_not_written() -> None:
-    batch = make_batch(MIXED_LENGTHS, mixed_sampling())
+@on_backends
+def test_arguments_are_not_written(backend: Backend) -> None:
+    batch = make_batch(MIXED_LENGTHS, mixed_sampling(), backend=backend)
     before = [t.clone() for t in (batch.logits, batch.tokens, batch.position, batch.draft_logits)]
     for rule in RULES:
         batch.accept(rule)
@@ -336,7 +459,7 @@ def test_arguments_are_not_written() -> None:
         assert torch.equal(old, new)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@on_rules
 def test_graph_safe_reads_no_values(rule: Rule) -> None:
     def meta(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -351,13 +474,33 @@ def test_graph_safe_reads_no_values(rule: Rule) -> None:
         sampling=sampling,
         position=meta(2),
         max_query_len=4,
-        draft_logits=meta(2, 3, 9, dtype=f32) if rule == "ratio" else None,
+        q=DenseQ(meta(2, 3, 9, dtype=f32)) if rule in RULES_OF_Q else None,
     )
     assert verdict.tokens.shape == (2, 4)
 
 
-def test_one_debug_line_names_the_path(caplog: pytest.LogCaptureFixture) -> None:
+@on_cases
+def test_compiles_into_one_graph(rule: Rule, form: Form) -> None:
+    batch = make_batch([4, 1, 3], make_sampling([1.0, 0.0, 0.7], 5, seed=[1, 2, 3]), rule=rule, form=form)
+    torch.compiler.reset()
+    compiled = torch.compile(accept, fullgraph=True, backend="eager")
+    verdict = compiled(
+        batch.logits,
+        batch.tokens,
+        batch.query_start,
+        rule=rule,
+        sampling=batch.sampling,
+        position=batch.position,
+        max_query_len=4,
+        q=batch.q() if rule in RULES_OF_Q else None,
+        backend="reference",
+    )
+    assert_same(verdict, batch.accept(rule))
+
+
+@on_rules
+def test_one_debug_line_names_the_path(rule: Rule, caplog: pytest.LogCaptureFixture) -> None:
     batch = make_batch([2], make_sampling([1.0]))
     with caplog.at_level("DEBUG", logger="dspark.ops.backend"):
-        batch.accept("ratio")
+        batch.accept(rule, backend="auto")
     assert [r.getMessage() for r in caplog.records] == ["accept: reference backend (asked for auto, device cpu)"]

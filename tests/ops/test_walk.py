@@ -1,9 +1,8 @@
-"""The draft walk against a plain loop over requests and slots, and its contracts on noise, q and bad rows."""
+"""The draft walk against a plain loop over requests and slots, and its contracts on noise and q."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -12,153 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dspark.ops.philox import gumbel
 from dspark.ops.sample import sample, transform
-from dspark.ops.types import (
-    ConfidenceHead,
-    Draft,
-    GatedHead,
-    MarkovHead,
-    RNNHead,
-    Sampling,
-    SequentialHead,
-    Stream,
-)
-from dspark.ops.walk import draft_walk, sequential_step
-from tests.ops.helpers import chi_square_pvalue, make_sampling, select
+from dspark.ops.types import MarkovHead, Stream
+from dspark.ops.walk import sequential_step
+from tests.ops.helpers import chi_square_pvalue, make_sampling
+from tests.ops.walks import HEADS, HIDDEN, STREAMS, Case, V, by_hand, make_case, make_head, noise_of
 from tests.tolerances import CHI_SQUARE, LOGITS
 
 INF = float("inf")
-NAN = float("nan")
-V, RANK, HIDDEN = 19, 6, 10
-HEADS = ["none", "markov", "gated", "rnn"]
 CONFIDENCES = ["none", "hidden", "hidden and token"]
-STREAMS = [Stream.TARGET, Stream.DRAFT]
-
-
-@dataclass(frozen=True)
-class Case:
-    """Arguments of a walk."""
-
-    base_logits: Tensor
-    anchor: Tensor
-    head: SequentialHead | None
-    hidden: Tensor | None
-    confidence_head: ConfidenceHead | None
-    sampling: Sampling
-    position: Tensor
-    stream: Stream = Stream.TARGET
-    return_logits: bool = True
-
-    def walk(self, **options: Any) -> Draft:
-        arguments = {f.name: getattr(self, f.name) for f in fields(self)} | options
-        return draft_walk(arguments.pop("base_logits"), arguments.pop("anchor"), **arguments)
-
-    def take(self, requests: Sequence[int], draft_len: int) -> Case:
-        """Some of the requests, and the first slots of each."""
-        rows = torch.tensor(requests, dtype=torch.int64)
-        return replace(
-            self,
-            base_logits=self.base_logits[rows, :draft_len],
-            anchor=self.anchor[rows],
-            hidden=None if self.hidden is None else self.hidden[rows, :draft_len],
-            sampling=select(self.sampling, rows),
-            position=self.position[rows],
-        )
-
-
-def make_head(kind: str, g: torch.Generator) -> SequentialHead | None:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g)
-
-    w1, w2 = randn(V, RANK), randn(V, RANK)
-    if kind == "markov":
-        return MarkovHead(w1, w2)
-    if kind == "gated":
-        return GatedHead(w1, w2, randn(RANK, HIDDEN + RANK) / 3, randn(RANK))
-    if kind == "rnn":
-        return RNNHead(w1, w2, randn(3 * RANK, 2 * RANK + HIDDEN) / 3, randn(3 * RANK))
-    return None
-
-
-def make_case(
-    head: str = "markov",
-    confidence: str = "hidden and token",
-    temperature: Sequence[float] = (1.0, 0.0, 0.7),
-    draft_len: int = 5,
-    seed: int = 0,
-    **sampling: Any,
-) -> Case:
-    g = torch.Generator().manual_seed(seed)
-    count = len(temperature)
-    sequential = make_head(head, g)
-    w1 = None
-    if confidence == "hidden and token":
-        w1 = torch.randn(V, RANK, generator=g) if sequential is None else sequential.w1
-    weight = torch.randn(HIDDEN + (0 if w1 is None else RANK), generator=g) / 2
-    return Case(
-        base_logits=2 * torch.randn(count, draft_len, V, generator=g),
-        anchor=torch.randint(V, (count,), generator=g),
-        head=sequential,
-        hidden=torch.randn(count, draft_len, HIDDEN, generator=g),
-        confidence_head=None if confidence == "none" else ConfidenceHead(weight, torch.tensor(0.3), w1),
-        sampling=make_sampling(temperature, **{"seed": [11 * i + seed for i in range(count)], **sampling}),
-        position=torch.randint(1000, (count,), generator=g),
-    )
-
-
-def by_hand(case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens ``[R, G]``, scores before the transforms ``[R, G, V]`` and confidence logits ``[R, G]``, in float64.
-
-    One request and one slot at a time, each equation as the paper prints it.
-    """
-    count, draft_len, _ = case.base_logits.shape
-    tokens = torch.empty(count, draft_len, dtype=torch.int64)
-    scores = torch.empty(count, draft_len, V, dtype=torch.float64)
-    confidence = torch.empty(count, draft_len, dtype=torch.float64)
-    head, score_of = case.head, case.confidence_head
-    for r in range(count):
-        previous = int(case.anchor[r])
-        state = torch.zeros(RANK, dtype=torch.float64)
-        for k in range(draft_len):
-            h = torch.zeros(0) if case.hidden is None else case.hidden[r, k].double()
-            bias = torch.zeros(V, dtype=torch.float64)
-            if head is not None:
-                x, w2 = head.w1[previous].double(), head.w2.double()
-                if isinstance(head, MarkovHead):
-                    bias = w2 @ x
-                elif isinstance(head, GatedHead):
-                    gate = head.gate_weight.double() @ torch.cat([h, x]) + head.gate_bias.double()
-                    bias = w2 @ (gate.sigmoid() * x)
-                else:
-                    z = torch.cat([state, x, h])
-                    weight, offset = head.joint_weight.double(), head.joint_bias.double()
-                    gate = (weight[:RANK] @ z + offset[:RANK]).sigmoid()
-                    candidate = (weight[RANK : 2 * RANK] @ z + offset[RANK : 2 * RANK]).tanh()
-                    state = gate * state + (1 - gate) * candidate
-                    bias = w2 @ (weight[2 * RANK :] @ z + offset[2 * RANK :]).tanh()
-            scores[r, k] = case.base_logits[r, k].double() + bias
-            if score_of is not None:
-                features = h if score_of.w1 is None else torch.cat([h, score_of.w1[previous].double()])
-                confidence[r, k] = score_of.weight.double() @ features + score_of.bias.double()
-            previous = int(
-                sample(
-                    scores[r, k : k + 1].float(),
-                    select(case.sampling, torch.tensor([r])),
-                    case.position[r : r + 1] + k + 1,
-                    stream=case.stream,
-                    salt=case.position[r : r + 1] if case.stream is Stream.DRAFT else None,
-                )
-            )
-            tokens[r, k] = previous
-    return tokens, scores, confidence
-
-
-def noise_of(case: Case) -> Tensor:
-    """Gumbel noise ``[R, G, V]`` at the address that contract C3 gives each slot."""
-    slots = [case.position + k + 1 for k in range(case.base_logits.shape[1])]
-    salt = case.position if case.stream is Stream.DRAFT else None
-    return torch.stack([gumbel(case.sampling.seed, at, V, case.stream, salt=salt) for at in slots], dim=1)
 
 
 @given(data=st.data())
@@ -333,69 +194,6 @@ def test_c8_requests_and_slots_do_not_depend_on_the_rest_of_the_batch(head: str)
         torch.testing.assert_close(part.confidence, whole.confidence[requests, :draft_len], atol=LOGITS, rtol=0)
 
 
-BAD_ROWS = {"NaN": [NAN], "+inf": [INF], "all -inf": [-INF] * V, "NaN and +inf": [NAN, INF]}
-
-
-@pytest.mark.parametrize("temperature", [(0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (0.0, 1.0, 0.0), (1.0, 0.0, 1.0)])
-@pytest.mark.parametrize("values", BAD_ROWS.values(), ids=BAD_ROWS.keys())
-def test_p05_a_bad_row_ends_its_request_only(values: list[float], temperature: tuple[float, ...]) -> None:
-    case = make_case(temperature=temperature, top_p=0.9)
-    spoiled = case.base_logits.clone()
-    spoiled[1, 2, : len(values)] = torch.tensor(values)
-    good = case.walk()
-    for return_logits in (True, False):
-        bad = case.walk(base_logits=spoiled, return_logits=return_logits)
-        assert (bad.tokens[1, 2:] == -1).all()
-        for name in ("tokens", "logits", "confidence", "confidence_logits"):
-            before, after = getattr(good, name), getattr(bad, name)
-            if after is None:
-                assert name == "logits"
-                assert not return_logits
-                continue
-            if name != "tokens":
-                assert (after[1, 2:] == (0 if name == "confidence" else -INF)).all()
-            assert torch.equal(after[[0, 2]], before[[0, 2]])
-            assert torch.equal(after[1, :2], before[1, :2])
-
-
-def test_a_logit_of_minus_infinity_is_a_legal_ban() -> None:
-    case = make_case("markov", temperature=[1.0, 0.0])
-    banned = case.base_logits.clone()
-    banned[..., 4:] = -INF
-    draft = case.walk(base_logits=banned)
-    assert ((draft.tokens >= 0) & (draft.tokens < 4)).all()
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_bad_hidden_states(head: str) -> None:
-    """They spoil the tokens of the heads that read them, and everyone's confidence."""
-    case = make_case(head, temperature=[0.0, 1.0])
-    assert case.hidden is not None
-    hidden = case.hidden.clone()
-    hidden[0, 1, 3] = NAN
-    good, bad = case.walk(), case.walk(hidden=hidden)
-    assert bad.confidence is not None
-    assert bad.confidence[0, 1] == 0
-    if head in ("none", "markov"):
-        assert torch.equal(bad.tokens, good.tokens)
-    else:
-        assert (bad.tokens[0, 1:] == -1).all()
-        assert torch.equal(bad.tokens[1], good.tokens[1])
-
-
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("temperature", [(0.0, 0.0, 0.0), (1.0, 1.0, 0.0)])
-def test_p07_padded_requests(head: str, temperature: tuple[float, ...]) -> None:
-    case = make_case(head, temperature=temperature)
-    good = case.walk()
-    padded = case.walk(anchor=torch.where(torch.tensor([False, True, False]), -1, case.anchor))
-    assert (padded.tokens[1] == -1).all()
-    assert (padded.confidence[1] == 0).all()
-    assert (padded.logits[1] == -INF).all()
-    for name in ("tokens", "logits", "confidence"):
-        assert torch.equal(getattr(padded, name)[[0, 2]], getattr(good, name)[[0, 2]])
-
-
 @pytest.mark.parametrize("head", HEADS[1:])
 def test_half_precision_weights_are_widened_first(head: str) -> None:
     case = make_case(head)
@@ -432,13 +230,6 @@ def test_sequential_step_is_differentiable(head: str) -> None:
         assert leaf.grad.abs().sum() > 0, name
 
 
-def test_an_empty_batch() -> None:
-    draft = make_case(temperature=[1.0]).take([], 4).walk()
-    assert draft.tokens.shape == (0, 4)
-    assert draft.logits is not None
-    assert draft.logits.shape == (0, 4, V)
-
-
 @pytest.mark.parametrize("temperature", [[0.0, 0.0], [1.0, 0.0]])
 @pytest.mark.parametrize("head", HEADS)
 def test_never_reads_the_device(head: str, temperature: list[float]) -> None:
@@ -457,69 +248,3 @@ def test_never_reads_the_device(head: str, temperature: list[float]) -> None:
         stream=Stream.DRAFT,
     )
     assert draft.tokens.shape == (2, 5)
-
-
-FAULTS: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
-    "dimensions": ("none", {"base_logits": torch.zeros(2, V)}, ValueError, 'base_logits: expected shape "R G V"'),
-    "no slots": ("none", {"base_logits": torch.zeros(2, 0, V)}, ValueError, "with G >= 1"),
-    "integers": ("none", {"base_logits": torch.zeros(2, 5, V).long()}, TypeError, "base_logits: expected dtype"),
-    "anchor": ("none", {"anchor": torch.zeros(3).long()}, ValueError, 'anchor: expected shape "R" with R = 2'),
-    "float anchor": ("none", {"anchor": torch.zeros(2)}, TypeError, "anchor: expected dtype int64"),
-    "position": ("none", {"position": torch.zeros(2, 5).long()}, ValueError, 'position: expected shape "R"'),
-    "sampling": ("none", {"sampling": make_sampling([0.0])}, ValueError, "sampling.temperature: expected shape"),
-    "stream": ("none", {"stream": Stream.ACCEPT}, ValueError, "stream: expected Stream.TARGET or Stream.DRAFT"),
-    "hidden": ("gated", {"hidden": torch.zeros(2, 4, HIDDEN)}, ValueError, 'hidden: expected shape "R G h" with G = 5'),
-    "no hidden, confidence": ("markov", {"hidden": None}, ValueError, "hidden: ConfidenceHead needs"),
-    "no hidden, gated": ("gated", {"hidden": None, "confidence_head": None}, ValueError, "hidden: GatedHead needs"),
-    "no hidden, rnn": ("rnn", {"hidden": None, "confidence_head": None}, ValueError, "hidden: RNNHead needs"),
-    "vocabulary of w1": (
-        "none",
-        {"head": MarkovHead(torch.zeros(V + 1, 3), torch.zeros(V, 3))},
-        ValueError,
-        r'head.w1: expected shape "V r" with V = 19, got \[20, 3\]',
-    ),
-    "rank of w2": (
-        "none",
-        {"head": MarkovHead(torch.zeros(V, 3), torch.zeros(V, 4))},
-        ValueError,
-        r'head.w2: expected shape "V r" with r = 3, got \[19, 4\]',
-    ),
-    "gate": (
-        "none",
-        {"head": GatedHead(torch.zeros(V, 3), torch.zeros(V, 3), torch.zeros(3, HIDDEN), torch.zeros(3))},
-        ValueError,
-        r'head.gate_weight: expected shape "r \[h;r\]" with \[h;r\] = 13, got \[3, 10\]',
-    ),
-    "joint": (
-        "none",
-        {"head": RNNHead(torch.zeros(V, 3), torch.zeros(V, 3), torch.zeros(6, HIDDEN + 6), torch.zeros(9))},
-        ValueError,
-        r'head.joint_weight: expected shape "3r \[r;r;h\]" with 3r = 9, got \[6, 16\]',
-    ),
-    "confidence weight": (
-        "none",
-        {"confidence_head": ConfidenceHead(torch.zeros(HIDDEN), torch.tensor(0.0), torch.zeros(V, RANK))},
-        ValueError,
-        r'confidence_head.weight: expected shape "\[h;r\]" with \[h;r\] = 16, got \[10\]',
-    ),
-    "confidence bias": (
-        "none",
-        {"confidence_head": ConfidenceHead(torch.zeros(HIDDEN), torch.zeros(1), None)},
-        ValueError,
-        r'confidence_head.bias: expected shape ""',
-    ),
-    "backend": ("none", {"backend": "cuda"}, ValueError, "backend"),
-    "no kernel": ("none", {"backend": "triton"}, ValueError, "backend: draft_walk has no Triton kernel"),
-}
-
-
-@pytest.mark.parametrize(("head", "changes", "error", "message"), FAULTS.values(), ids=FAULTS.keys())
-def test_bad_arguments(head: str, changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    case = make_case(head, temperature=[1.0, 0.0])
-    with pytest.raises(error, match=message):
-        case.walk(**changes)
-
-
-def test_sequential_step_without_hidden_states() -> None:
-    with pytest.raises(ValueError, match="hidden: GatedHead needs"):
-        sequential_step(make_head("gated", torch.Generator()), torch.tensor([0]), None, None)

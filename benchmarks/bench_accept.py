@@ -1,0 +1,103 @@
+"""``accept``: the reference, what a call costs the host before kernels run, and the kernels on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu_timing
+from benchmarks.setup import CONTEXT, DRAFTS, LARGE_VOCAB, ROWS, VOCAB, Benchmark, make_q, make_sampling
+from dspark.ops import DenseQ, Rule, Sampling, Verdict, accept
+from dspark.ops.cost import AcceptCall, accept_cost
+from dspark.ops.launch import recorded_launches
+
+RULES: tuple[Rule, ...] = ("coupled", "match", "ratio", "block")
+ROTATING_BYTES = 2**28
+"""More than any cache holds, so that a call finds its inputs in memory."""
+
+FLOPS_PER_LOGIT = 4
+"""Scale, compare, exponentiate, add. Philox is integer work and is not counted."""
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_reference(benchmark: Benchmark, requests: int, sampling: Sampling, rule: Rule) -> None:
+    verdict = benchmark(
+        accept,
+        torch.randn(requests * ROWS, VOCAB),
+        torch.randint(VOCAB, (requests * ROWS,)),
+        torch.arange(requests + 1) * ROWS,
+        rule=rule,
+        sampling=sampling,
+        position=torch.full((requests,), CONTEXT),
+        max_query_len=ROWS,
+        q=make_q(rule, requests),
+        backend="reference",
+    )
+    assert verdict.num_emitted.min() >= 1
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_host_overhead(benchmark: Benchmark, requests: int, rule: Rule) -> None:
+    """Checks, configuration, allocation and the arguments of every launch; the launches themselves do nothing."""
+    logits = torch.zeros(1, LARGE_VOCAB, dtype=torch.bfloat16).expand(requests * ROWS, LARGE_VOCAB)
+    scores = torch.zeros(1, 1, LARGE_VOCAB, dtype=torch.bfloat16).expand(requests, DRAFTS, LARGE_VOCAB)
+    q = DenseQ(scores) if rule in ("ratio", "block") else None
+    tokens, query_start = torch.zeros(requests * ROWS, dtype=torch.int64), torch.arange(requests + 1) * ROWS
+    sampling, position = make_sampling(requests, 1.0), torch.full((requests,), CONTEXT)
+
+    with recorded_launches() as launches:
+
+        def call() -> Verdict:
+            launches.clear()
+            return accept(
+                logits,
+                tokens,
+                query_start,
+                rule=rule,
+                sampling=sampling,
+                position=position,
+                max_query_len=ROWS,
+                q=q,
+                backend="triton",
+            )
+
+        benchmark(call)
+        assert launches
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="times kernels on a GPU")
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("num_requests", [1, 8, 64])
+def test_device_time(benchmark: Any, num_requests: int, rule: Rule) -> None:
+    num_rows = num_requests * ROWS
+    call_bytes = num_rows * LARGE_VOCAB * 2
+    copies = max(2, -(-ROTATING_BYTES // call_bytes))
+    sampling = make_sampling(num_requests, 1.0, "cuda")
+    query_start = torch.arange(num_requests + 1, device="cuda") * ROWS
+    position = torch.full((num_requests,), CONTEXT, device="cuda")
+
+    def make_call() -> Any:
+        logits = torch.randn(num_rows, LARGE_VOCAB, device="cuda").bfloat16()
+        tokens = torch.randint(LARGE_VOCAB, (num_rows,), device="cuda")
+        q = None
+        if rule in ("ratio", "block"):
+            q = DenseQ(torch.randn(num_requests, DRAFTS, LARGE_VOCAB, device="cuda").bfloat16())
+        return lambda: accept(
+            logits,
+            tokens,
+            query_start,
+            rule=rule,
+            sampling=sampling,
+            position=position,
+            max_query_len=ROWS,
+            q=q,
+            backend="triton",
+        )
+
+    calls = [make_call() for _ in range(copies)]
+    emitted = calls[0]().num_emitted.tolist()
+    cost = accept_cost(AcceptCall(lengths=[ROWS] * num_requests, emitted=emitted, rule=rule, vocab_size=LARGE_VOCAB))
+    benchmark.extra_info |= {"R": num_requests, "rule": rule, "V": LARGE_VOCAB, "lower_bound": cost.lower_bound}
+    gpu_timing.measure(benchmark, calls, cost.total, FLOPS_PER_LOGIT * cost.lower_bound // 2)

@@ -1,0 +1,177 @@
+"""How the kernels over rows of logits are launched: tile sizes as plain functions of shapes, and the scratch memory.
+
+Tile sizes depend on the vocabulary (and, for what one program holds of a request, on the most nodes of a request), so a
+row's result does not depend on its batch (contract C8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+STATS_PLANES = 7
+"""Planes of a statistics buffer before those of the sub-tiles; their order is in ``dspark.kernels.rows``."""
+DRAFT_PLANES = 2
+LINE_FIELDS = 5
+"""Floats per line of ``dspark.kernels.ratio``."""
+_ALIGN = 64  # elements: every region and plane begins at a multiple of 256 bytes
+_WANTED_PROGRAMS = 2048
+_MAX_TILES_PER_PROGRAM = 8
+
+
+@dataclass(frozen=True)
+class RowConfig:
+    """How a program over rows of logits is cut.
+
+    Attributes:
+        block_rows: rows per program.
+        block_vocab: tokens per tile.
+        block_sub: tokens per sub-tile, the grain at which a token is drawn by inverse CDF.
+        num_warps: of the passes over whole tiles.
+    """
+
+    block_rows: int
+    block_vocab: int
+    block_sub: int
+    num_warps: int
+
+    @property
+    def subs(self) -> int:
+        """Sub-tiles per tile."""
+        return self.block_vocab // self.block_sub
+
+    def tiles(self, vocab_size: int) -> int:
+        """Tiles per row."""
+        return -(-vocab_size // self.block_vocab)
+
+
+def row_config(vocab_size: int) -> RowConfig:
+    """The configuration that is launched for a vocabulary.
+
+    >>> row_config(151_936)
+    RowConfig(block_rows=1, block_vocab=4096, block_sub=1024, num_warps=8)
+    >>> row_config(2048)
+    RowConfig(block_rows=2, block_vocab=2048, block_sub=1024, num_warps=8)
+    """
+    block_vocab = min(4096, max(16, power_of_two(vocab_size)))
+    return RowConfig(4096 // block_vocab, block_vocab, min(1024, block_vocab), 8)
+
+
+def tiles_per_program(programs: int) -> int:
+    """Tiles that a program of the statistics pass takes in turn, given how many there would be with one each.
+
+    More tiles make the running best better, which saves noise in tiles that cannot win; the result is the same.
+    """
+    tiles = 1
+    while tiles < _MAX_TILES_PER_PROGRAM and programs >= 2 * tiles * _WANTED_PROGRAMS:
+        tiles *= 2
+    return tiles
+
+
+def requests_per_program(nodes_p2: int, columns: int) -> int:
+    """Requests that a program of a verdict takes: as many as make 512 entries of ``columns`` per node."""
+    return max(1, 512 // (nodes_p2 * columns))
+
+
+def verdict_warps(entries: int) -> int:
+    """Warps for a verdict program that holds so many entries."""
+    return 8 if entries > 4096 else 4
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is not below ``n`` (1 for 0)."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def padded(elements: int) -> int:
+    """``elements`` rounded up to the alignment of a region."""
+    return -(-elements // _ALIGN) * _ALIGN
+
+
+class Scratch:
+    """Regions of 4-byte elements cut from one buffer, from the caller's workspace if there is one."""
+
+    def __init__(self, elements: int, device: torch.device, workspace: Tensor | None) -> None:
+        if workspace is None:
+            self._buffer = torch.empty(elements, dtype=torch.float32, device=device)
+        else:
+            self._buffer = workspace[: 4 * elements].view(torch.float32)
+        self._used = 0
+
+    def take(self, elements: int) -> Tensor:
+        """The next region, float32."""
+        first = self._used
+        self._used += padded(elements)
+        return self._buffer[first : first + elements]
+
+
+def check_workspace(workspace: Tensor | None, needed: int, device: torch.device) -> None:
+    """Check a workspace's size, alignment and device.
+
+    Raises:
+        ValueError: it is too small, misaligned, strided, or on another device.
+    """
+    if workspace is None:
+        return
+    if workspace.numel() < needed:
+        raise ValueError(f'workspace: expected shape "bytes" with bytes >= {needed}, got {list(workspace.shape)}')
+    if workspace.data_ptr() % 16 or not workspace.is_contiguous():
+        raise ValueError("workspace: expected a contiguous tensor that begins at a multiple of 16 bytes")
+    if workspace.device != device:
+        raise ValueError(f"workspace: expected device {device}, got {workspace.device}")
+
+
+def check_unit_stride(name: str, tensor: Tensor) -> None:
+    """Check that the last axis is contiguous, as the kernels read it.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise ValueError(f"{name}: the kernels need a contiguous last axis, got strides {list(tensor.stride())}")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch as the op asked for it."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+
+
+_recorded: list[Launch] | None = None
+
+
+@contextmanager
+def recorded_launches() -> Iterator[list[Launch]]:
+    """Within the block, kernels are not run; the list that this yields says what would have been.
+
+    >>> with recorded_launches() as launches:
+    ...     launch("kernel", (4, 1), BLOCK=16)
+    >>> launches[0].grid
+    (4, 1)
+    """
+    global _recorded
+    before, _recorded = _recorded, []
+    try:
+        yield _recorded
+    finally:
+        _recorded = before
+
+
+def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
+    """Launch a kernel; every launch of the package goes through here.
+
+    Products and sums are not fused, so that a perturbed score is the sum that the reference rounds.
+    """
+    arguments["enable_fp_fusion"] = False
+    if _recorded is None:
+        kernel[grid](**arguments)
+    else:
+        _recorded.append(Launch(kernel, grid, arguments))

@@ -1,0 +1,137 @@
+"""The kernels that ship: representative calls of the ops, whose launches are the registry's entries.
+
+A call is made with tensors that hold nothing (device "meta") and without running a kernel, so an entry cannot differ
+from what its op launches. They are of the size that a server sees: a vocabulary of 151,936 in bfloat16, 8 rows each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dspark.ops.accept import accept
+from dspark.ops.launch import recorded_launches
+from dspark.ops.process import process_logits
+from dspark.ops.registry import NVIDIA_TARGETS, Budget, KernelEntry, budgets, entry_of_launch
+from dspark.ops.sample import sample, truncate
+from dspark.ops.types import DenseQ, Processors, Rule, Sampling
+
+VOCAB_SIZE, DRAFTS, REQUESTS = 151_936, 7, 64
+NODES = DRAFTS + 1
+ROWS = REQUESTS * NODES
+
+_BUDGETS = {
+    "chain_verdict_kernel": budgets(Budget(128, 16_384), amd=Budget(128, 16_384)),
+    "process_logits_kernel": budgets(Budget(128, 16_384), amd=Budget(128, 16_384)),
+    "ratio_kernel": budgets(Budget(255, 65_536), amd=Budget(256, 65_536)),
+    "ratio_verdict_kernel": budgets(Budget(255, 65_536), amd=Budget(256, 65_536)),
+    "residual_mass_kernel": budgets(Budget(128, 16_384), amd=Budget(128, 16_384)),
+    "row_statistics_kernel": budgets(Budget(128, 16_384), amd=Budget(128, 16_384)),
+    "sample_kernel": budgets(Budget(128, 16_384), amd=Budget(128, 16_384)),
+    "threshold_kernel": budgets(Budget(128, 16_384), amd=Budget(128, 16_384)),
+}
+"""The most that one program of a kernel may use, whatever its configuration."""
+
+_WIDE_LOADS = dict.fromkeys(NVIDIA_TARGETS, (r"^LDG\.E(\.\w+)*\.128$",)) | {"gfx942": (r"load_dwordx4$",)}
+_CLAIMS = dict.fromkeys(("process_logits_kernel", "residual_mass_kernel", "row_statistics_kernel"), _WIDE_LOADS)
+"""Kernels that stream rows of logits read 16 bytes at a time."""
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    """A tensor that holds nothing."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _sampling(requests: int = REQUESTS, truncated: bool = False) -> Sampling:
+    number = meta(requests, dtype=torch.float32)
+    return Sampling(number, meta(requests), number, number, meta(requests), any_truncation=truncated)
+
+
+def _accept(rule: Rule, q: DenseQ | None = None, truncated: bool = False) -> None:
+    accept(
+        meta(ROWS, VOCAB_SIZE, dtype=torch.bfloat16),
+        meta(ROWS),
+        meta(REQUESTS + 1),
+        rule=rule,
+        sampling=_sampling(truncated=truncated),
+        position=meta(REQUESTS),
+        max_query_len=NODES,
+        q=q,
+        backend="triton",
+    )
+
+
+def _accept_dense(rule: Rule) -> None:
+    _accept(rule, DenseQ(meta(REQUESTS, DRAFTS, VOCAB_SIZE, dtype=torch.bfloat16)))
+
+
+def _sample() -> None:
+    logits = meta(REQUESTS, VOCAB_SIZE, dtype=torch.bfloat16)
+    sample(logits, _sampling(), meta(REQUESTS), backend="triton")
+
+
+def _truncate() -> None:
+    truncate(meta(REQUESTS, VOCAB_SIZE, dtype=torch.bfloat16), _sampling(truncated=True), backend="triton")
+
+
+def _process() -> None:
+    number, integer = meta(REQUESTS, dtype=torch.float32), meta(REQUESTS)
+    processors = Processors(
+        output_counts=meta(REQUESTS, VOCAB_SIZE, dtype=torch.int32),
+        prompt_mask=meta(REQUESTS, VOCAB_SIZE, dtype=torch.bool),
+        repetition_penalty=number,
+        presence_penalty=number,
+        frequency_penalty=number,
+        min_new_tokens=integer,
+        num_emitted=integer,
+        eos_tokens=meta(REQUESTS, 2),
+        banned_tokens=meta(REQUESTS, 4),
+        allowed_mask=meta(ROWS, VOCAB_SIZE // 32, dtype=torch.int32),
+    )
+    logits = meta(ROWS, VOCAB_SIZE, dtype=torch.bfloat16)
+    process_logits(logits, meta(ROWS), meta(REQUESTS + 1), processors=processors, max_query_len=NODES, backend="triton")
+
+
+CALLS: dict[str, Callable[[], None]] = {
+    "coupled": lambda: _accept("coupled"),
+    "coupled, truncated": lambda: _accept("coupled", truncated=True),
+    "match": lambda: _accept("match"),
+    "ratio": lambda: _accept_dense("ratio"),
+    "block": lambda: _accept_dense("block"),
+    "sample": _sample,
+    "truncate": _truncate,
+    "process_logits": _process,
+}
+"""Calls that between them launch every kernel in every configuration of note."""
+
+
+def shipped_kernels(calls: Sequence[str] = tuple(CALLS)) -> tuple[KernelEntry, ...]:
+    """The entries of some calls, by default of all; a launch that two calls share is the first one's.
+
+    Needs triton, and TRITON_INTERPRET=1 where there is no GPU: the ops refuse to launch kernels that could not run.
+    """
+    entries: list[KernelEntry] = []
+    seen: list[Any] = []
+    for call in CALLS:
+        with recorded_launches() as launches:
+            CALLS[call]()
+        counts: dict[str, int] = {}
+        for launch in launches:
+            function = launch.kernel.fn.__name__
+            counts[function] = counts.get(function, 0) + 1
+            number = f" {counts[function]}" if counts[function] > 1 else ""
+            entry = entry_of_launch(
+                f"{call}: {function.removesuffix('_kernel')}{number}",
+                launch,
+                _BUDGETS.get(function, {}),
+                _CLAIMS.get(function),
+            )
+            compiled = (entry.kernel, entry.signature, entry.constexprs, entry.aligned, entry.num_warps)
+            if compiled not in seen:
+                seen.append(compiled)
+                if call in calls:
+                    entries.append(entry)
+    return tuple(entries)

@@ -1,0 +1,82 @@
+"""Compiles kernels ahead of time, in a process of its own: it must not have TRITON_INTERPRET set, nor needs torch.
+
+:mod:`dspark.testing.codegen` runs this file as a script. Jobs come as JSON on standard input, and for each of them one
+line of JSON goes to standard output as soon as it is compiled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+
+def compile_job(job: dict[str, Any]) -> dict[str, Any]:
+    """Compile one kernel for one target; what the compiler printed about it, and in how many seconds."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module, _, function = job["kernel"].partition(":")
+    kernel = getattr(importlib.import_module(module), function)
+    runtime = list(job["signature"])
+    signature = {name: job["signature"].get(name, "constexpr") for name in kernel.arg_names}
+    attributes = {
+        (kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in job["aligned"] if name in runtime
+    }
+    backend, architecture, warp_size = job["target"]
+    source = ASTSource(kernel, signature, job["constexprs"], attributes)
+    options = {"num_warps": job["num_warps"], "num_stages": job["num_stages"], **job["options"]}
+    started = time.perf_counter()
+    compiled = triton.compile(source, target=GPUTarget(backend, architecture, warp_size), options=options)
+    seconds = time.perf_counter() - started
+    texts = _disassemble(compiled.asm["cubin"]) if backend == "cuda" else {"assembly": compiled.asm["amdgcn"]}
+    return {"ttir": compiled.asm["ttir"], "shared": compiled.metadata.shared, "seconds": seconds, **texts}
+
+
+def _disassemble(cubin: bytes) -> dict[str, str]:
+    """SASS and resource usage of a cubin by the tools in triton's wheel, kept in triton's own cache."""
+    import triton
+    from triton.runtime.cache import get_cache_manager
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    cache = get_cache_manager(hashlib.sha256(cubin).hexdigest())
+    kept = cache.get_file("disassembly.json")
+    if kept is not None:
+        texts: dict[str, str] = json.loads(Path(kept).read_text(encoding="utf-8"))
+        return texts
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+
+        def run(option: str) -> str:
+            command = [str(tool), option, str(path)]
+            return subprocess.run(
+                command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            ).stdout
+
+        texts = {"assembly": run("-sass"), "resources": run("--dump-resource-usage")}
+    cache.put(json.dumps(texts), "disassembly.json", binary=False)
+    return texts
+
+
+def main() -> None:
+    request = json.load(sys.stdin)
+    sys.path[:0] = request["path"]
+    for job in request["jobs"]:
+        try:
+            result = compile_job(job)
+        except Exception as error:
+            result = {"error": f"{type(error).__name__}: {error}"}
+        sys.stdout.write(json.dumps({"key": job["key"], **result}) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""No op reads the device from the host or asks for a shape that depends on data (contract C7)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dspark.ops import (
+    ConfidenceHead,
+    DenseQ,
+    MarkovHead,
+    PointMass,
+    SparseQ,
+    Stream,
+    accept,
+    append_kv,
+    draft_walk,
+    sample,
+    schedule_prefix,
+    truncate,
+    verify_attention,
+)
+from dspark.ops.process import count_tokens, process_logits
+from dspark.ops.types import DraftDistribution, Processors, Rule
+from dspark.testing.guards import SyncError, forbid_sync
+from tests.ops.helpers import make_sampling
+from tests.ops.paged import Kind, make_paged, make_requests
+
+LENGTHS = [3, 0, 1]
+REQUESTS, ROWS, NODES, VOCAB = 3, 4, 3, 12
+SAMPLING = make_sampling([1.0, 0.0, 0.7], [3, 0, 5], 0.9, 0.05, seed=[1, 2, 3])
+QUERY_START = torch.tensor([0, *LENGTHS]).cumsum(0)
+POSITION = torch.tensor([4, 5, 6])
+
+DISTRIBUTIONS: dict[str, DraftDistribution | None] = {
+    "none": None,
+    "dense": DenseQ(torch.randn(REQUESTS, NODES - 1, VOCAB)),
+    "mapped": DenseQ(torch.randn(REQUESTS, NODES - 1, 5), torch.arange(-7, VOCAB - 7, dtype=torch.int32).clamp(min=-1)),
+    "sparse": SparseQ(torch.arange(2).expand(REQUESTS, NODES - 1, 2).contiguous(), torch.full((REQUESTS, 2, 2), -0.7)),
+    "point": PointMass(),
+}
+BACKENDS = ["reference", pytest.param("triton", marks=pytest.mark.triton)]
+
+
+def run_accept(rule: Rule, q: str, **options: Any) -> None:
+    accept(
+        torch.randn(ROWS, VOCAB),
+        torch.randint(VOCAB, (ROWS,)),
+        QUERY_START,
+        rule=rule,
+        sampling=SAMPLING,
+        position=POSITION,
+        max_query_len=NODES,
+        q=DISTRIBUTIONS[q],
+        **options,
+    )
+
+
+def run_process(backend: str) -> None:
+    processors = Processors(
+        output_counts=torch.zeros(REQUESTS, VOCAB, dtype=torch.int32),
+        repetition_penalty=torch.full((REQUESTS,), 1.2),
+        banned_tokens=torch.zeros(REQUESTS, 1, dtype=torch.int64),
+    )
+    process_logits(
+        torch.randn(ROWS, VOCAB),
+        torch.randint(VOCAB, (ROWS,)),
+        QUERY_START,
+        processors=processors,
+        max_query_len=NODES,
+        backend=backend,  # type: ignore[arg-type]
+    )
+
+
+def run_walk() -> None:
+    w1, w2 = torch.randn(VOCAB, 4), torch.randn(VOCAB, 4)
+    draft_walk(
+        torch.randn(REQUESTS, 2, VOCAB),
+        torch.tensor([1, -1, 2]),
+        head=MarkovHead(w1, w2),
+        hidden=torch.randn(REQUESTS, 2, 6),
+        confidence_head=ConfidenceHead(torch.randn(10), torch.zeros(()), w1),
+        sampling=SAMPLING,
+        position=POSITION,
+        stream=Stream.DRAFT,
+        return_logits=True,
+    )
+
+
+def run_attention(kind: Kind) -> None:
+    paged = make_paged(make_requests([5, 0], [3, 2], kind), 4, pad_rows=1)
+    with forbid_sync():
+        verify_attention(paged.q, paged.kv, paged.batch, window=4, return_lse=True)
+
+
+def run_append() -> None:
+    paged = make_paged(make_requests([5, 0], [3, 2]), 4, pad_rows=1)
+    k = torch.randn(6, *paged.kv.k.shape[2:])
+    with forbid_sync():
+        append_kv(k, k, paged.kv, paged.batch.slots)
+
+
+def run_schedule(mode: str) -> None:
+    budget = torch.zeros((), dtype=torch.int64) if mode == "budget" else None
+    caps = torch.ones(REQUESTS, dtype=torch.int64)
+    confidence, speed = torch.rand(REQUESTS, 2), torch.ones(20)
+    with forbid_sync():
+        schedule_prefix(confidence, speed, mode=mode, budget=budget, max_lengths=caps)  # type: ignore[arg-type]
+
+
+CASES = [("coupled", "none"), ("match", "none")] + [
+    (rule, q) for rule in ("ratio", "block") for q in ("dense", "mapped", "sparse", "point")
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("rule", "q"), CASES)
+def test_accept(rule: Rule, q: str, backend: str) -> None:
+    with forbid_sync():
+        run_accept(rule, q, backend=backend)
+        run_accept(rule, q, backend=backend, logprobs="processed")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sample_truncate_and_process(backend: Any) -> None:
+    request = torch.tensor([0, 0, 2, -1])
+    position = torch.arange(ROWS)
+    with forbid_sync():
+        sample(torch.randn(ROWS, VOCAB), SAMPLING, position, request=request, salt=position, backend=backend)
+        truncate(torch.randn(ROWS, VOCAB), SAMPLING, request, backend=backend)
+        run_process(backend)
+
+
+def test_walk_and_counts() -> None:
+    counts = torch.zeros(REQUESTS, VOCAB, dtype=torch.int32)
+    tokens, num = torch.full((REQUESTS, 2), -1), torch.zeros(REQUESTS, dtype=torch.int64)
+    with forbid_sync():
+        run_walk()
+        count_tokens(counts, tokens, num)
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree", "block"])
+def test_verify_attention(kind: Kind) -> None:
+    run_attention(kind)
+
+
+def test_append_kv() -> None:
+    run_append()
+
+
+@pytest.mark.parametrize("mode", ["early_stop", "global", "budget"])
+def test_schedule_prefix(mode: str) -> None:
+    run_schedule(mode)
+
+
+X = torch.tensor([3.0, 0.0, 1.0])
+OFFENDERS: dict[str, Callable[[], object]] = {
+    "item": lambda: X[0].item(),
+    "float": lambda: float(X[0]),
+    "if": lambda: 1 if X[0] > 1 else 0,
+    "tolist": lambda: X.tolist(),
+    "numpy": lambda: X.numpy(),
+    "equal": lambda: torch.equal(X, X),
+    "allclose": lambda: torch.allclose(X, X),
+    "nonzero": lambda: X.nonzero(),
+    "where": lambda: torch.where(X > 0),
+    "argwhere": lambda: torch.argwhere(X),
+    "masked_select": lambda: X.masked_select(X > 0),
+    "boolean index": lambda: X[X > 0],
+    "boolean write": lambda: X.clone().index_put_((X > 0,), X[:2]),
+    "unique": lambda: X.unique(),
+    "unique_consecutive": lambda: X.unique_consecutive(),
+    "bincount": lambda: torch.bincount(X.long()),
+    "repeat_interleave": lambda: X.repeat_interleave(X.long()),
+    "host data": lambda: torch.tensor([1, 2]),
+    "to the host": lambda: torch.empty(2, device="meta").cpu(),
+    "from the host": lambda: torch.zeros(2).to("meta"),
+    "copy": lambda: torch.empty(2, device="meta").copy_(torch.zeros(2)),
+}
+INNOCENTS: dict[str, Callable[[], object]] = {
+    "gather": lambda: X.gather(0, torch.zeros(2, dtype=torch.int64)),
+    "integer index": lambda: X[torch.zeros(2, dtype=torch.int64)],
+    "masked_fill": lambda: X.masked_fill(X > 0, 0.0),
+    "where": lambda: torch.where(X > 0, X, 1.0),
+    "repeat_interleave": lambda: X.repeat_interleave(2),
+    "sized repeat_interleave": lambda: X.repeat_interleave(X.long(), output_size=4),
+    "cast": lambda: X.double(),
+    "full": lambda: torch.full_like(X, 2.0),
+}
+
+
+@pytest.mark.parametrize("name", OFFENDERS)
+def test_an_offender_is_caught(name: str) -> None:
+    with pytest.raises(SyncError), forbid_sync():
+        OFFENDERS[name]()
+
+
+@pytest.mark.parametrize("name", INNOCENTS)
+def test_what_a_graph_can_capture_passes(name: str) -> None:
+    with forbid_sync():
+        INNOCENTS[name]()
