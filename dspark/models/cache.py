@@ -155,9 +155,17 @@ def paged_attend(cache: PagedCache, batch: QueryBatch, windows: Sequence[int]) -
         cache: written in place.
         batch: the rows that the network runs on.
         windows: sliding window of each layer, 0 for full attention.
-    """
 
-    num_rows = batch.slots.shape[0]
+    Raises:
+        ValueError: shapes of ``batch`` do not fit each other.
+    """
+    sizes: dict[str, int] = {}
+    check_shape("batch.context_len", batch.context_len, "R", sizes)
+    check_shape("batch.query_start", batch.query_start, "R+1", sizes)
+    check_shape("batch.block_table", batch.block_table, "R B", sizes)
+    check_shape("batch.positions", batch.positions, "T", sizes)
+    check_shape("batch.slots", batch.slots, "T", sizes)
+    num_rows = sizes["T"]
     if num_rows == 0:
         return lambda layer, q, k, v: q
     to = destinations(batch.slots, cache.page_size)

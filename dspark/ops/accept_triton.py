@@ -7,71 +7,176 @@ when q is dense, the residual's mass only when something is drafted and sampled.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dspark.ops.launch import (
-    DRAFT_PLANES,
     LINE_FIELDS,
     RowConfig,
-    Scratch,
+    check_contiguous,
     check_unit_stride,
-    check_workspace,
+    contiguous,
+    contiguous_sampling,
     launch,
     padded,
     power_of_two,
     requests_per_program,
     row_config,
+    scratch,
     verdict_warps,
 )
-from dspark.ops.statistics_triton import (
-    Rows,
-    Statistics,
-    gather_draft_statistics,
-    gather_statistics,
-    statistics_elements,
-)
+from dspark.ops.statistics_triton import Rows, Slots, gather_draft_statistics, gather_statistics, slots_of
 from dspark.ops.types import DenseQ, DraftDistribution, Logprobs, Rule, Sampling, SparseQ, Verdict
+
+_OUT = ("tokens", "num_emitted", "path", "logprobs", "status")
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """Sizes of a call, and the scratch memory that follows from them, in 4-byte elements."""
+class _Plan:
+    """What follows from the sizes of a call alone; :func:`_plan_of` keeps it from call to call.
 
+    Attributes:
+        rule: of the call.
+        num_requests: ``R``.
+        nodes: ``N``.
+        slots: of the target's rows.
+        draft_slots: of the draft's.
+        sparse: ``K`` of a sparse q, else 1.
+    """
+
+    rule: Rule
     num_requests: int
     nodes: int
-    vocab_size: int
-    draft_vocab_size: int
-    rule: Rule
-    config: RowConfig
-    draft_config: RowConfig
+    slots: Slots
+    draft_slots: Slots
+    sparse: int
 
-    @property
-    def num_slots(self) -> int:
-        return self.num_requests * self.nodes
-
-    @property
+    @cached_property
     def num_lines(self) -> int:
-        return self.num_requests if self.rule == "ratio" else self.num_slots
+        """Lines of the residual: requests under ``ratio``, slots under ``block``."""
+        return self.num_requests if self.rule == "ratio" else self.slots.count
 
-    @property
-    def mass_elements(self) -> int:
-        return self.num_lines * self.config.tiles(self.vocab_size) * self.config.subs
-
-    @property
-    def draft_plane(self) -> int:
-        return padded(self.num_slots * self.draft_config.tiles(self.draft_vocab_size))
-
-    @property
-    def elements(self) -> int:
-        statistics = statistics_elements(self.num_slots, self.vocab_size, self.config)
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Elements of scratch memory: statistics, thresholds, and what the rule needs beside them."""
+        shared = [self.slots.elements, padded(self.slots.count)]
         if self.rule == "coupled":
-            return statistics
+            return shared
         if self.rule == "match":
-            return statistics + padded(2 * self.num_slots)
-        lines = padded(self.num_lines * LINE_FIELDS)
-        return statistics + DRAFT_PLANES * self.draft_plane + lines + padded(self.mass_elements)
+            return [*shared, padded(2 * self.slots.count)]
+        mass = self.num_lines * self.slots.num_tiles * self.slots.config.subs
+        return [*shared, self.draft_slots.draft_elements, padded(self.num_lines * LINE_FIELDS), padded(mass)]
+
+    @cached_property
+    def nodes_p2(self) -> int:
+        return power_of_two(self.nodes)
+
+    @cached_property
+    def sub_columns(self) -> int:
+        """Columns that a draw holds of a row: sub-tiles, then the tokens of one."""
+        return max(self.slots.tiles_p2 * self.slots.config.subs, self.slots.config.block_sub)
+
+    @cached_property
+    def draw(self) -> tuple[tuple[int], dict[str, Any]]:
+        """Grid and constant arguments of ``sample_kernel``."""
+        block_rows = max(1, 1024 // self.sub_columns)
+        return (-(-self.slots.count // block_rows),), {
+            **self._tiles,
+            "num_slots": self.slots.count,
+            "vocab_size": self.slots.vocab_size,
+            "METHOD": "inverse_cdf",
+            "BLOCK_R": block_rows,
+            "BLOCK_V": self.slots.config.block_vocab,
+            "BLOCK_S": self.slots.config.block_sub,
+            "num_warps": 4,
+        }
+
+    @cached_property
+    def chain_verdict(self) -> tuple[tuple[int], dict[str, Any]]:
+        """Grid and constant arguments of ``chain_verdict_kernel``."""
+        return self._by_request(self.slots.tiles_p2)
+
+    @cached_property
+    def ratio(self) -> tuple[tuple[int], dict[str, Any]]:
+        """Grid and constant arguments of ``ratio_kernel``."""
+        sparse_p2 = power_of_two(self.sparse)
+        grid, arguments = self._by_request(max(self.slots.tiles_p2, self.draft_slots.tiles_p2, sparse_p2))
+        return grid, {
+            **arguments,
+            "stride_q_plane": self.draft_slots.stride_plane,
+            "q_tiles": self.draft_slots.num_tiles,
+            "Q_TILES": self.draft_slots.tiles_p2,
+            "BLOCK_K": sparse_p2,
+            "vocab_size": self.slots.vocab_size,
+            "RULE": self.rule,
+        }
+
+    @cached_property
+    def mass(self) -> tuple[tuple[int, int], dict[str, Any]]:
+        """Grid and constant arguments of ``residual_mass_kernel``."""
+        config = self.slots.config
+        return (-(-self.num_lines // config.block_rows), self.slots.num_tiles), {
+            "num_lines": self.num_lines,
+            "num_slots": self.slots.count,
+            "vocab_size": self.slots.vocab_size,
+            "num_tiles": self.slots.num_tiles,
+            "RULE": self.rule,
+            "NODES": self.nodes,
+            "BLOCK_R": config.block_rows,
+            "BLOCK_V": config.block_vocab,
+            "BLOCK_S": config.block_sub,
+            "num_warps": config.num_warps,
+        }
+
+    @cached_property
+    def ratio_verdict(self) -> tuple[tuple[int], dict[str, Any]]:
+        """Grid and constant arguments of ``ratio_verdict_kernel``."""
+        grid, arguments = self._by_request(self.sub_columns)
+        return grid, {
+            **arguments,
+            "vocab_size": self.slots.vocab_size,
+            "RULE": self.rule,
+            "BLOCK_V": self.slots.config.block_vocab,
+            "BLOCK_S": self.slots.config.block_sub,
+        }
+
+    @cached_property
+    def _tiles(self) -> dict[str, Any]:
+        return {
+            "stride_plane": self.slots.stride_plane,
+            "num_tiles": self.slots.num_tiles,
+            "NODES": self.nodes,
+            "TILES": self.slots.tiles_p2,
+        }
+
+    def _by_request(self, columns: int) -> tuple[tuple[int], dict[str, Any]]:
+        """Grid and arguments of a kernel whose programs take requests, of ``columns`` entries per node."""
+        block_requests = requests_per_program(self.nodes_p2, columns)
+        return (-(-self.num_requests // block_requests),), {
+            **self._tiles,
+            "num_requests": self.num_requests,
+            "NODES_P2": self.nodes_p2,
+            "BLOCK_R": block_requests,
+            "num_warps": verdict_warps(block_requests * self.nodes_p2 * columns),
+        }
+
+
+@lru_cache(maxsize=256)
+def _plan_of(
+    rule: Rule,
+    num_requests: int,
+    nodes: int,
+    vocab_size: int,
+    draft_vocab_size: int,
+    sparse: int,
+    config: RowConfig | None,
+) -> _Plan:
+    slots = slots_of(num_requests * nodes, nodes, vocab_size, config or row_config(vocab_size))
+    draft_slots = slots_of(num_requests * nodes, nodes, draft_vocab_size, config or row_config(draft_vocab_size))
+    return _Plan(rule, num_requests, nodes, slots, draft_slots, sparse)
 
 
 def workspace_bytes(
@@ -83,9 +188,7 @@ def workspace_bytes(
     config: RowConfig | None = None,
 ) -> int:
     """Bytes of scratch memory that a call of these sizes takes."""
-    given = config or row_config(vocab_size)
-    draft_config = config or row_config(draft_vocab_size)
-    return 4 * _Shape(num_requests, max_query_len, vocab_size, draft_vocab_size, rule, given, draft_config).elements
+    return 4 * sum(_plan_of(rule, num_requests, max_query_len, vocab_size, draft_vocab_size, 1, config).sizes)
 
 
 def accept_triton(
@@ -110,244 +213,146 @@ def accept_triton(
     Raises:
         ValueError: a tensor's layout or the workspace does not serve.
     """
+    check_unit_stride("target_logits", target_logits)
+    for name in _OUT:
+        check_contiguous(f"out.{name}", getattr(out, name))
     vocab_size = target_logits.shape[1]
-    draft_vocab_size = q.logits.shape[-1] if isinstance(q, DenseQ) else vocab_size
-    shape = _Shape(
+    plan = _plan_of(
+        rule,
         position.shape[0],
         max_query_len,
         vocab_size,
-        draft_vocab_size,
-        rule,
-        config or row_config(vocab_size),
-        config or row_config(draft_vocab_size),
+        q.logits.shape[-1] if isinstance(q, DenseQ) else vocab_size,
+        q.tokens.shape[-1] if isinstance(q, SparseQ) else 1,
+        config,
     )
-    check_unit_stride("target_logits", target_logits)
-    check_workspace(workspace, 4 * shape.elements, target_logits.device)
-    for name in ("tokens", "num_emitted", "path", "logprobs", "status"):
-        if not getattr(out, name).is_contiguous():
-            raise ValueError(f"out.{name}: expected a contiguous tensor")
-    if shape.num_requests == 0:
+    regions = scratch(plan.sizes, target_logits.device, workspace)
+    if plan.num_requests == 0:
         return
-    rows = Rows(target_logits, sampling, position, max_query_len, shape.num_slots, query_start)
-    scratch = Scratch(shape.elements, target_logits.device, workspace)
-    if rule == "coupled" or rule == "match":
-        _accept_drawn(rows, tokens, logprobs, out, shape, scratch)
-    else:
-        _accept_ratio(rows, tokens, q, logprobs, out, shape, scratch)
-
-
-def _accept_drawn(
-    rows: Rows, tokens: Tensor, logprobs: Logprobs, out: Verdict, shape: _Shape, scratch: Scratch
-) -> None:
-    """``coupled`` and ``match``."""
-    from dspark.kernels.chain import chain_verdict_kernel, sample_kernel
-
-    config = shape.config
-    sampled = not rows.sampling.all_greedy
-    match = sampled and shape.rule == "match"
-    raw = logprobs == "raw"
-    noise = sampled and not match
-    stats = gather_statistics(rows, config, scratch, noise=noise, sums=match or not raw, sub_sums=match, raw=raw)
-    num_tiles = config.tiles(shape.vocab_size)
-    tiles_p2 = power_of_two(num_tiles)
-    drawn = None
-    if match:
-        drawn = scratch.take(2 * shape.num_slots).view(tokens.dtype)
-        columns = max(tiles_p2 * config.subs, config.block_sub)
-        block_rows = max(1, 1024 // columns)
-        launch(
-            sample_kernel,
-            (-(-shape.num_slots // block_rows),),
-            logits_ptr=rows.logits,
-            stride_logits_row=rows.logits.stride(0),
-            query_start_ptr=rows.query_start,
-            seed_ptr=rows.sampling.seed,
-            position_ptr=rows.position,
-            threshold_ptr=stats.threshold,
-            request_ptr=None,
-            temperature_ptr=rows.sampling.temperature,
-            stats_ptr=stats.planes,
-            stride_plane=stats.stride_plane,
-            token_ptr=drawn,
-            num_slots=shape.num_slots,
-            num_rows=rows.logits.shape[0],
-            vocab_size=shape.vocab_size,
-            num_tiles=num_tiles,
-            METHOD="inverse_cdf",
-            NODES=shape.nodes,
-            TILES=tiles_p2,
-            BLOCK_R=block_rows,
-            BLOCK_V=config.block_vocab,
-            BLOCK_S=config.block_sub,
-            num_warps=4,
-        )
-    nodes_p2 = power_of_two(shape.nodes)
-    block_requests = requests_per_program(nodes_p2, tiles_p2)
-    launch(
-        chain_verdict_kernel,
-        (-(-shape.num_requests // block_requests),),
-        **_verdict_arguments(rows, tokens, out, shape, stats),
-        drawn_ptr=drawn,
-        NOISE=noise,
-        RAW=raw,
-        NODES_P2=nodes_p2,
-        TILES=tiles_p2,
-        BLOCK_R=block_requests,
-        num_warps=verdict_warps(block_requests * nodes_p2 * tiles_p2),
-    )
-
-
-def _accept_ratio(
-    rows: Rows,
-    tokens: Tensor,
-    q: DraftDistribution | None,
-    logprobs: Logprobs,
-    out: Verdict,
-    shape: _Shape,
-    scratch: Scratch,
-) -> None:
-    """``ratio`` and ``block``."""
-    from dspark.kernels.ratio import ratio_kernel, ratio_verdict_kernel, residual_mass_kernel
-
-    config, rule, nodes = shape.config, shape.rule, shape.nodes
-    sampled = not rows.sampling.all_greedy
-    raw = logprobs == "raw"
-    stats = gather_statistics(rows, config, scratch, noise=False, sums=True, sub_sums=sampled, raw=raw)
-    draft = _draft_arguments(q)
-    num_rows = rows.logits.shape[0]
-    num_tiles = config.tiles(shape.vocab_size)
-    tiles_p2 = power_of_two(num_tiles)
-    draft_tiles = shape.draft_config.tiles(shape.draft_vocab_size)
-    draft_planes = scratch.take(DRAFT_PLANES * shape.draft_plane)
-    if isinstance(q, DenseQ) and nodes > 1:
-        gather_draft_statistics(
-            q.logits, rows.query_start, num_rows, nodes, shape.draft_config, draft_planes, shape.draft_plane
-        )
-    lines = scratch.take(shape.num_lines * LINE_FIELDS)
-    mass = scratch.take(shape.mass_elements)
-    nodes_p2 = power_of_two(nodes)
-    sparse_p2 = power_of_two(draft["q_width"]) if isinstance(q, SparseQ) else 1
-    sampling = rows.sampling
-    request_arguments = {
-        "seed_ptr": sampling.seed,
-        "position_ptr": rows.position,
-        "threshold_ptr": stats.threshold,
-        "line_ptr": lines,
-        "vocab_size": shape.vocab_size,
-        "RULE": rule,
-    }
-    columns = max(tiles_p2, power_of_two(draft_tiles), sparse_p2)
-    block_requests = requests_per_program(nodes_p2, columns)
-    launch(
-        ratio_kernel,
-        (-(-shape.num_requests // block_requests),),
-        logits_ptr=rows.logits,
-        stride_logits_row=rows.logits.stride(0),
-        tokens_ptr=tokens,
-        query_start_ptr=rows.query_start,
-        temperature_ptr=sampling.temperature,
-        stats_ptr=stats.planes,
-        stride_plane=stats.stride_plane,
-        **request_arguments,
-        **draft,
-        q_stats_ptr=draft_planes,
-        stride_q_plane=shape.draft_plane,
-        num_requests=shape.num_requests,
-        num_rows=num_rows,
-        num_tiles=num_tiles,
-        q_tiles=draft_tiles,
-        NODES=nodes,
-        NODES_P2=nodes_p2,
-        TILES=tiles_p2,
-        Q_TILES=power_of_two(draft_tiles),
-        BLOCK_K=sparse_p2,
-        BLOCK_R=block_requests,
-        num_warps=verdict_warps(block_requests * nodes_p2 * columns),
-    )
-    if sampled and nodes > 1:
-        launch(
-            residual_mass_kernel,
-            (-(-shape.num_lines // config.block_rows), num_tiles),
-            logits_ptr=rows.logits,
-            stride_logits_row=rows.logits.stride(0),
-            tokens_ptr=tokens,
-            query_start_ptr=rows.query_start,
-            temperature_ptr=sampling.temperature,
-            threshold_ptr=stats.threshold,
-            **draft,
-            line_ptr=lines,
-            mass_ptr=mass,
-            num_lines=shape.num_lines,
-            num_slots=shape.num_slots,
-            num_rows=num_rows,
-            vocab_size=shape.vocab_size,
-            num_tiles=num_tiles,
-            RULE=rule,
-            NODES=nodes,
-            BLOCK_R=config.block_rows,
-            BLOCK_V=config.block_vocab,
-            BLOCK_S=config.block_sub,
-            num_warps=config.num_warps,
-        )
-    columns = max(tiles_p2 * config.subs, config.block_sub)
-    block_requests = requests_per_program(nodes_p2, columns)
-    launch(
-        ratio_verdict_kernel,
-        (-(-shape.num_requests // block_requests),),
-        **_verdict_arguments(rows, tokens, out, shape, stats),
-        **request_arguments,
-        **draft,
-        mass_ptr=mass,
-        SAMPLED=sampled,
-        RAW=raw,
-        NODES_P2=nodes_p2,
-        TILES=tiles_p2,
-        BLOCK_R=block_requests,
-        BLOCK_V=config.block_vocab,
-        BLOCK_S=config.block_sub,
-        num_warps=verdict_warps(block_requests * nodes_p2 * tiles_p2 * config.subs),
-    )
-
-
-def _verdict_arguments(rows: Rows, tokens: Tensor, out: Verdict, shape: _Shape, stats: Statistics) -> dict[str, Any]:
-    return {
-        "logits_ptr": rows.logits,
-        "stride_logits_row": rows.logits.stride(0),
-        "tokens_ptr": tokens,
+    rows = Rows(target_logits, contiguous_sampling(sampling), contiguous(position), contiguous(query_start))
+    verdict = {
+        "logits_ptr": target_logits,
+        "stride_logits_row": target_logits.stride(0),
+        "tokens_ptr": contiguous(tokens),
         "query_start_ptr": rows.query_start,
         "temperature_ptr": rows.sampling.temperature,
-        "stats_ptr": stats.planes,
-        "stride_plane": stats.stride_plane,
+        "stats_ptr": regions[0],
+        "num_rows": target_logits.shape[0],
+    }
+    written = {
         "out_tokens_ptr": out.tokens,
         "out_path_ptr": out.path,
         "out_logprobs_ptr": out.logprobs,
         "out_num_ptr": out.num_emitted,
         "out_status_ptr": out.status,
-        "num_requests": shape.num_requests,
-        "num_rows": rows.logits.shape[0],
-        "num_tiles": shape.config.tiles(shape.vocab_size),
-        "NODES": shape.nodes,
+        "RAW": logprobs == "raw",
     }
+    if rule == "coupled" or rule == "match":
+        _accept_drawn(rows, plan, regions, verdict, written)
+    else:
+        _accept_ratio(rows, plan, regions, q, verdict, written)
+
+
+def _accept_drawn(
+    rows: Rows, plan: _Plan, regions: tuple[Tensor, ...], read: dict[str, Any], written: dict[str, Any]
+) -> None:
+    """``coupled`` and ``match``."""
+    from dspark.kernels.chain import chain_verdict_kernel, sample_kernel
+
+    sampled = not rows.sampling.all_greedy
+    match = sampled and plan.rule == "match"
+    noise = sampled and not match
+    raw = written["RAW"]
+    threshold = regions[1] if rows.truncated else None
+    gather_statistics(
+        rows, plan.slots, regions[0], threshold, noise=noise, sums=match or not raw, sub_sums=match, raw=raw
+    )
+    drawn = None
+    if match:
+        drawn = regions[2].view(torch.int64)
+        grid, constants = plan.draw
+        arguments = {key: value for key, value in read.items() if key != "tokens_ptr"}
+        launch(
+            sample_kernel,
+            grid,
+            **constants,
+            **arguments,
+            seed_ptr=rows.sampling.seed,
+            position_ptr=rows.position,
+            threshold_ptr=threshold,
+            request_ptr=None,
+            token_ptr=drawn,
+        )
+    grid, constants = plan.chain_verdict
+    launch(chain_verdict_kernel, grid, **constants, **read, **written, drawn_ptr=drawn, NOISE=noise)
+
+
+def _accept_ratio(
+    rows: Rows,
+    plan: _Plan,
+    regions: tuple[Tensor, ...],
+    q: DraftDistribution | None,
+    read: dict[str, Any],
+    written: dict[str, Any],
+) -> None:
+    """``ratio`` and ``block``."""
+    from dspark.kernels.ratio import ratio_kernel, ratio_verdict_kernel, residual_mass_kernel
+
+    planes, threshold, draft_planes, lines, mass = regions
+    sampled = not rows.sampling.all_greedy
+    kept = threshold if rows.truncated else None
+    gather_statistics(rows, plan.slots, planes, kept, noise=False, sums=True, sub_sums=sampled, raw=written["RAW"])
+    if isinstance(q, DenseQ) and plan.nodes > 1:
+        gather_draft_statistics(q.logits, read["query_start_ptr"], read["num_rows"], plan.draft_slots, draft_planes)
+    given = {**read, **_draft_arguments(q), "threshold_ptr": kept, "line_ptr": lines}
+    drawn = {"seed_ptr": rows.sampling.seed, "position_ptr": rows.position}
+    grid, constants = plan.ratio
+    launch(ratio_kernel, grid, **constants, **given, **drawn, q_stats_ptr=draft_planes)
+    if sampled and plan.nodes > 1:
+        mass_grid, constants = plan.mass
+        weighed = {key: value for key, value in given.items() if key != "stats_ptr"}
+        launch(residual_mass_kernel, mass_grid, **constants, **weighed, mass_ptr=mass)
+    grid, constants = plan.ratio_verdict
+    launch(ratio_verdict_kernel, grid, **constants, **given, **drawn, **written, mass_ptr=mass, SAMPLED=sampled)
 
 
 def _draft_arguments(q: DraftDistribution | None) -> dict[str, Any]:
     """What the kernels take of q; no draft at all is like a point mass."""
-    values, ids, kind = None, None, "point"
     if isinstance(q, DenseQ):
         check_unit_stride("q.logits", q.logits)
-        values, ids, kind = q.logits, q.draft_ids, "dense"
-    elif isinstance(q, SparseQ):
+        return {
+            "q_ptr": q.logits,
+            "q_token_ptr": None if q.draft_ids is None else contiguous(q.draft_ids),
+            "stride_q_request": q.logits.stride(0),
+            "stride_q_row": q.logits.stride(1),
+            "stride_q_token_request": 0,
+            "stride_q_token_row": 0,
+            "q_width": q.logits.shape[-1],
+            "Q": "dense",
+        }
+    if isinstance(q, SparseQ):
         check_unit_stride("q.tokens", q.tokens)
         check_unit_stride("q.logprobs", q.logprobs)
-        values, ids, kind = q.logprobs, q.tokens, "sparse"
-    per_row = ids if kind == "sparse" else None
-    return {
-        "q_ptr": values,
-        "q_token_ptr": ids,
-        "stride_q_request": 0 if values is None else values.stride(0),
-        "stride_q_row": 0 if values is None else values.stride(1),
-        "stride_q_token_request": 0 if per_row is None else per_row.stride(0),
-        "stride_q_token_row": 0 if per_row is None else per_row.stride(1),
-        "q_width": 0 if values is None else values.shape[-1],
-        "Q": kind,
-    }
+        return {
+            "q_ptr": q.logprobs,
+            "q_token_ptr": q.tokens,
+            "stride_q_request": q.logprobs.stride(0),
+            "stride_q_row": q.logprobs.stride(1),
+            "stride_q_token_request": q.tokens.stride(0),
+            "stride_q_token_row": q.tokens.stride(1),
+            "q_width": q.tokens.shape[-1],
+            "Q": "sparse",
+        }
+    return _POINT
+
+
+_POINT: dict[str, Any] = {
+    "q_ptr": None,
+    "q_token_ptr": None,
+    "stride_q_request": 0,
+    "stride_q_row": 0,
+    "stride_q_token_request": 0,
+    "stride_q_token_row": 0,
+    "q_width": 0,
+    "Q": "point",
+}

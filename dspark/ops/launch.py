@@ -6,13 +6,15 @@ row's result does not depend on its batch (contract C8).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from dspark.ops.types import Sampling
 
 STATS_PLANES = 7
 """Planes of a statistics buffer before those of the sub-tiles; their order is in ``dspark.kernels.rows``."""
@@ -93,31 +95,20 @@ def padded(elements: int) -> int:
     return -(-elements // _ALIGN) * _ALIGN
 
 
-class Scratch:
-    """Regions of 4-byte elements cut from one buffer, from the caller's workspace if there is one."""
-
-    def __init__(self, elements: int, device: torch.device, workspace: Tensor | None) -> None:
-        if workspace is None:
-            self._buffer = torch.empty(elements, dtype=torch.float32, device=device)
-        else:
-            self._buffer = workspace[: 4 * elements].view(torch.float32)
-        self._used = 0
-
-    def take(self, elements: int) -> Tensor:
-        """The next region, float32."""
-        first = self._used
-        self._used += padded(elements)
-        return self._buffer[first : first + elements]
-
-
-def check_workspace(workspace: Tensor | None, needed: int, device: torch.device) -> None:
-    """Check a workspace's size, alignment and device.
+def scratch(sizes: Sequence[int], device: torch.device, workspace: Tensor | None) -> tuple[Tensor, ...]:
+    """Regions of float32, each of a size that :func:`padded` gave, cut from one buffer.
 
     Raises:
-        ValueError: it is too small, misaligned, strided, or on another device.
+        ValueError: the workspace is too small, misaligned, strided, or on another device.
     """
+    total = sum(sizes)
     if workspace is None:
-        return
+        return tuple(torch.empty(total, dtype=torch.float32, device=device).split_with_sizes(sizes))
+    _check_workspace(workspace, 4 * total, device)
+    return tuple(workspace[: 4 * total].view(torch.float32).split_with_sizes(sizes))
+
+
+def _check_workspace(workspace: Tensor, needed: int, device: torch.device) -> None:
     if workspace.numel() < needed:
         raise ValueError(f'workspace: expected shape "bytes" with bytes >= {needed}, got {list(workspace.shape)}')
     if workspace.data_ptr() % 16 or not workspace.is_contiguous():
@@ -134,6 +125,30 @@ def check_unit_stride(name: str, tensor: Tensor) -> None:
     """
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ValueError(f"{name}: the kernels need a contiguous last axis, got strides {list(tensor.stride())}")
+
+
+def check_contiguous(name: str, tensor: Tensor) -> None:
+    """Check that a tensor that the kernels write is contiguous.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}")
+
+
+def contiguous(tensor: Tensor) -> Tensor:
+    """A small tensor as the kernels read it; copied only where it has to be."""
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def contiguous_sampling(s: Sampling) -> Sampling:
+    """Sampling parameters as the kernels read them."""
+    fields = (s.temperature, s.top_k, s.top_p, s.min_p, s.seed)
+    if all(field.is_contiguous() for field in fields):
+        return s
+    temperature, top_k, top_p, min_p, seed = (field.contiguous() for field in fields)
+    return Sampling(temperature, top_k, top_p, min_p, seed, s.all_greedy, s.any_truncation)
 
 
 @dataclass(frozen=True)

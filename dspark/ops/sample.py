@@ -17,6 +17,7 @@ from torch import Tensor
 from dspark.ops import library
 from dspark.ops.backend import resolve
 from dspark.ops.checks import FLOAT_DTYPES, check_dtype, check_sampling, check_shape, fits, sampling_fits
+from dspark.ops.launch import contiguous, contiguous_sampling
 from dspark.ops.philox import gumbel
 from dspark.ops.types import Backend, Sampling, Stream
 
@@ -65,10 +66,13 @@ def sample(
         return out
     if taken == "reference":
         return _into(out, sample_reference(logits, sampling, position, request, stream, salt))
-    from dspark.ops.sample_triton import Rows, sample_triton
+    from dspark.ops.sample_triton import sample_triton
+    from dspark.ops.statistics_triton import Rows
 
     out = position.new_empty(logits.shape[:1]) if out is None else out
-    sample_triton(Rows(logits, sampling, position, 0, logits.shape[0], None, request, salt, stream), out, workspace)
+    request, salt = (None if t is None else contiguous(t) for t in (request, salt))
+    rows = Rows(logits, contiguous_sampling(sampling), contiguous(position), None, request, salt, stream)
+    sample_triton(rows, out, workspace)
     return out
 
 
@@ -152,10 +156,12 @@ def truncate(
         return out
     if taken == "reference":
         return _into(out, truncate_reference(logits, sampling, request))
-    from dspark.ops.sample_triton import Rows, truncate_triton
+    from dspark.ops.sample_triton import truncate_triton
+    from dspark.ops.statistics_triton import Rows
 
     out = logits.new_empty(logits.shape[:1], dtype=torch.float32) if out is None else out
-    truncate_triton(Rows(logits, sampling, None, 0, logits.shape[0], None, request), out, workspace)
+    request = None if request is None else contiguous(request)
+    truncate_triton(Rows(logits, contiguous_sampling(sampling), None, None, request), out, workspace)
     return out
 
 

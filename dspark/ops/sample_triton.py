@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dspark.ops.launch import RowConfig, Scratch, check_unit_stride, check_workspace, launch, power_of_two, row_config
-from dspark.ops.statistics_triton import Rows, gather_statistics, statistics_elements
+from dspark.ops.launch import RowConfig, check_contiguous, check_unit_stride, launch, padded, row_config, scratch
+from dspark.ops.statistics_triton import Rows, Slots, gather_statistics, slots_of
 
 
 def workspace_bytes(num_rows: int, vocab_size: int, config: RowConfig | None = None) -> int:
     """Bytes of scratch memory for so many rows."""
-    return 4 * statistics_elements(num_rows, vocab_size, config or row_config(vocab_size))
+    return 4 * sum(_sizes(slots_of(num_rows, 0, vocab_size, config or row_config(vocab_size))))
+
+
+def _sizes(slots: Slots) -> list[int]:
+    return [slots.elements, padded(slots.count)]
 
 
 def sample_triton(rows: Rows, out: Tensor, workspace: Tensor | None, config: RowConfig | None = None) -> None:
@@ -21,41 +25,41 @@ def sample_triton(rows: Rows, out: Tensor, workspace: Tensor | None, config: Row
     """
     from dspark.kernels.chain import sample_kernel
 
-    logits = rows.logits
-    num_rows, vocab_size = logits.shape
+    check_unit_stride("logits", rows.logits)
+    check_contiguous("out", out)
+    num_rows, vocab_size = rows.logits.shape
     if num_rows == 0:
         return
-    config = config or row_config(vocab_size)
+    slots = slots_of(num_rows, 0, vocab_size, config or row_config(vocab_size))
+    planes, threshold = scratch(_sizes(slots), rows.logits.device, workspace)
     noise = not rows.sampling.all_greedy
-    scratch = _scratch(rows, workspace, config)
-    stats = gather_statistics(rows, config, scratch, noise=noise, sums=False, sub_sums=False, raw=False)
-    num_tiles = config.tiles(vocab_size)
-    tiles_p2 = power_of_two(num_tiles)
-    block_rows = max(1, 1024 // tiles_p2)
+    kept = threshold if rows.truncated else None
+    gather_statistics(rows, slots, planes, kept, noise=noise, sums=False, sub_sums=False, raw=False)
+    block_rows = max(1, 1024 // slots.tiles_p2)
     launch(
         sample_kernel,
         (-(-num_rows // block_rows),),
-        logits_ptr=logits,
-        stride_logits_row=logits.stride(0),
+        logits_ptr=rows.logits,
+        stride_logits_row=rows.logits.stride(0),
         query_start_ptr=None,
         seed_ptr=None,
         position_ptr=None,
         threshold_ptr=None,
         request_ptr=rows.request,
         temperature_ptr=rows.sampling.temperature,
-        stats_ptr=stats.planes,
-        stride_plane=stats.stride_plane,
+        stats_ptr=planes,
+        stride_plane=slots.stride_plane,
         token_ptr=out,
         num_slots=num_rows,
         num_rows=num_rows,
         vocab_size=vocab_size,
-        num_tiles=num_tiles,
+        num_tiles=slots.num_tiles,
         METHOD="gumbel" if noise else "greedy",
         NODES=0,
-        TILES=tiles_p2,
+        TILES=slots.tiles_p2,
         BLOCK_R=block_rows,
-        BLOCK_V=config.block_vocab,
-        BLOCK_S=config.block_sub,
+        BLOCK_V=slots.config.block_vocab,
+        BLOCK_S=slots.config.block_sub,
         num_warps=4,
     )
 
@@ -66,16 +70,12 @@ def truncate_triton(rows: Rows, out: Tensor, workspace: Tensor | None, config: R
     Raises:
         ValueError: a tensor's layout or the workspace does not serve.
     """
+    check_unit_stride("logits", rows.logits)
+    check_contiguous("out", out)
+    num_rows, vocab_size = rows.logits.shape
     if not rows.truncated:
         out.fill_(-float("inf"))
-    elif rows.logits.shape[0] > 0:
-        config = config or row_config(rows.logits.shape[1])
-        scratch = _scratch(rows, workspace, config)
-        gather_statistics(rows, config, scratch, noise=False, sums=False, sub_sums=False, raw=False, threshold=out)
-
-
-def _scratch(rows: Rows, workspace: Tensor | None, config: RowConfig) -> Scratch:
-    check_unit_stride("logits", rows.logits)
-    num_rows, vocab_size = rows.logits.shape
-    check_workspace(workspace, workspace_bytes(num_rows, vocab_size, config), rows.logits.device)
-    return Scratch(statistics_elements(num_rows, vocab_size, config), rows.logits.device, workspace)
+    elif num_rows > 0:
+        slots = slots_of(num_rows, 0, vocab_size, config or row_config(vocab_size))
+        planes, _ = scratch(_sizes(slots), rows.logits.device, workspace)
+        gather_statistics(rows, slots, planes, out, noise=False, sums=False, sub_sums=False, raw=False)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dspark.ops.launch import STATS_PLANES, RowConfig, Scratch, launch, padded, power_of_two, tiles_per_program
+from dspark.ops.launch import DRAFT_PLANES, STATS_PLANES, RowConfig, launch, padded, power_of_two, tiles_per_program
 from dspark.ops.types import Sampling, Stream
 
 _KEY_SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
@@ -20,19 +22,15 @@ class Rows:
     Attributes:
         logits: ``[T, V]``.
         sampling: parameters of the requests.
-        position: ``[R]`` of anchors, or ``[T]`` of the tokens to draw where ``nodes`` is 0.
-        nodes: slots of a request; 0: a slot is a row.
-        num_slots: ``R * nodes``, or ``T``.
-        query_start: ``[R + 1]``, or None where ``nodes`` is 0.
-        request, salt: ``[T]`` or None, where ``nodes`` is 0.
+        position: ``[R]`` of anchors, or ``[T]`` of the tokens to draw where a slot is a row; None where none is drawn.
+        query_start: ``[R + 1]``, or None where a slot is a row.
+        request, salt: ``[T]`` or None, where a slot is a row.
         stream: of the noise.
     """
 
     logits: Tensor
     sampling: Sampling
-    position: Tensor
-    nodes: int
-    num_slots: int
+    position: Tensor | None
     query_start: Tensor | None = None
     request: Tensor | None = None
     salt: Tensor | None = None
@@ -45,160 +43,189 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Statistics:
-    """Results of the passes: the planes of ``dspark.kernels.rows``, and the thresholds ``[slots]`` or None."""
+class Slots:
+    """What follows from the sizes of a call alone; :func:`slots_of` keeps it from call to call.
 
-    planes: Tensor
-    stride_plane: int
-    threshold: Tensor | None
+    Attributes:
+        count: ``R * nodes``, or ``T`` where a slot is a row.
+        nodes: slots of a request; 0: a slot is a row.
+        vocab_size: of the rows.
+        config: how they are cut.
+    """
+
+    count: int
+    nodes: int
+    vocab_size: int
+    config: RowConfig
+
+    @cached_property
+    def num_tiles(self) -> int:
+        """Tiles per row."""
+        return self.config.tiles(self.vocab_size)
+
+    @cached_property
+    def tiles_p2(self) -> int:
+        """Tiles per row, rounded up to a power of two."""
+        return power_of_two(self.num_tiles)
+
+    @cached_property
+    def stride_plane(self) -> int:
+        """Elements of a plane of statistics."""
+        return padded(self.count * self.num_tiles)
+
+    @cached_property
+    def elements(self) -> int:
+        """Elements of all planes of the target's statistics."""
+        return self.stride_plane * (STATS_PLANES + self.config.subs)
+
+    @cached_property
+    def draft_elements(self) -> int:
+        """Elements of the planes of a draft's statistics."""
+        return self.stride_plane * DRAFT_PLANES
+
+    @cached_property
+    def grid(self) -> tuple[int, int]:
+        """Programs of the statistics pass."""
+        row_programs = -(-self.count // self.config.block_rows)
+        return row_programs, -(-self.num_tiles // self._tiles_per_program)
+
+    @cached_property
+    def _tiles_per_program(self) -> int:
+        return tiles_per_program(-(-self.count // self.config.block_rows) * self.num_tiles)
+
+    @cached_property
+    def statistics(self) -> dict[str, Any]:
+        """Arguments of ``row_statistics_kernel`` that do not change from call to call."""
+        return {
+            "stride_plane": self.stride_plane,
+            "num_slots": self.count,
+            "vocab_size": self.vocab_size,
+            "num_tiles": self.num_tiles,
+            "NODES": self.nodes,
+            "TILES_PER_PROGRAM": self._tiles_per_program,
+            "BLOCK_R": self.config.block_rows,
+            "BLOCK_V": self.config.block_vocab,
+            "BLOCK_S": self.config.block_sub,
+            "num_warps": self.config.num_warps,
+        }
+
+    @cached_property
+    def threshold(self) -> dict[str, Any]:
+        """Arguments of ``threshold_kernel`` that do not change from call to call."""
+        return {
+            "stride_plane": self.stride_plane,
+            "num_slots": self.count,
+            "vocab_size": self.vocab_size,
+            "num_tiles": self.num_tiles,
+            "NODES": self.nodes,
+            "TILES": self.tiles_p2,
+            "BLOCK_V": self.config.block_vocab,
+            "BLOCK_C": self.config.block_sub,
+            "num_warps": self.config.num_warps,
+        }
 
 
-def statistics_elements(num_slots: int, vocab_size: int, config: RowConfig) -> int:
-    """4-byte elements of scratch memory that :func:`gather_statistics` takes, thresholds included."""
-    return _plane(num_slots, vocab_size, config) * (STATS_PLANES + config.subs) + padded(num_slots)
-
-
-def _plane(num_slots: int, vocab_size: int, config: RowConfig) -> int:
-    return padded(num_slots * config.tiles(vocab_size))
+slots_of = lru_cache(maxsize=256)(Slots)
 
 
 def gather_statistics(
-    rows: Rows, config: RowConfig, scratch: Scratch, *, noise: bool, sums: bool, sub_sums: bool, raw: bool,
-    threshold: Tensor | None = None,
-) -> Statistics:  # fmt: skip
+    rows: Rows,
+    slots: Slots,
+    planes: Tensor,
+    threshold: Tensor | None,
+    *,
+    noise: bool,
+    sums: bool,
+    sub_sums: bool,
+    raw: bool,
+) -> None:
     """Run the passes: one, or with truncation the first, the search for thresholds, and one over the kept tokens.
 
-    ``threshold``: where those go; taken from ``scratch`` when None.
+    Args:
+        rows: what to read.
+        slots: its sizes.
+        planes: ``[slots.elements]`` float32, written: the planes of ``dspark.kernels.rows``.
+        threshold: ``[slots.count]`` float32, written; None where nothing is truncated.
+        noise: find the best perturbed scores.
+        sums: sum by tile, and with ``sub_sums`` by sub-tile.
+        sub_sums: see there.
+        raw: sum the logits as they are.
     """
     from dspark.kernels.statistics import row_statistics_kernel
     from dspark.kernels.threshold import threshold_kernel
 
     logits, sampling = rows.logits, rows.sampling
-    num_rows, vocab_size = logits.shape
-    num_tiles = config.tiles(vocab_size)
-    stride_plane = _plane(rows.num_slots, vocab_size, config)
-    planes = scratch.take(stride_plane * (STATS_PLANES + config.subs))
-    if rows.truncated and threshold is None:
-        threshold = scratch.take(rows.num_slots)
-    row_programs = -(-rows.num_slots // config.block_rows)
-    per_program = tiles_per_program(row_programs * num_tiles)
-
-    def run(which: str) -> None:
-        launch(
-            row_statistics_kernel,
-            (row_programs, -(-num_tiles // per_program)),
-            logits_ptr=logits,
-            stride_logits_request=0,
-            stride_logits_row=logits.stride(0),
-            query_start_ptr=rows.query_start,
-            request_ptr=rows.request,
-            temperature_ptr=sampling.temperature,
-            seed_ptr=sampling.seed,
-            position_ptr=rows.position,
-            salt_ptr=rows.salt,
-            top_k_ptr=sampling.top_k,
-            top_p_ptr=sampling.top_p,
-            min_p_ptr=sampling.min_p,
-            threshold_ptr=threshold,
-            stats_ptr=planes,
-            stride_plane=stride_plane,
-            num_slots=rows.num_slots,
-            num_rows=num_rows,
-            vocab_size=vocab_size,
-            num_tiles=num_tiles,
-            NODES=rows.nodes,
-            STREAM=int(rows.stream),
-            PASS=which,
-            DRAFT=False,
-            NOISE=noise,
-            SUMS=sums or which == "first",
-            SUB_SUMS=sub_sums,
-            RAW=which == "first" or (raw and which == "only"),
-            TILES_PER_PROGRAM=per_program,
-            BLOCK_R=config.block_rows,
-            BLOCK_V=config.block_vocab,
-            BLOCK_S=config.block_sub,
-            num_warps=config.num_warps,
-        )
-
-    if not rows.truncated:
-        run("only")
-        return Statistics(planes, stride_plane, None)
-    run("first")
-    launch(
-        threshold_kernel,
-        (rows.num_slots,),
-        logits_ptr=logits,
-        stride_logits_row=logits.stride(0),
-        query_start_ptr=rows.query_start,
-        request_ptr=rows.request,
-        temperature_ptr=sampling.temperature,
-        top_k_ptr=sampling.top_k,
-        top_p_ptr=sampling.top_p,
-        min_p_ptr=sampling.min_p,
-        stats_ptr=planes,
-        stride_plane=stride_plane,
-        threshold_ptr=threshold,
-        num_slots=rows.num_slots,
-        num_rows=num_rows,
-        vocab_size=vocab_size,
-        num_tiles=num_tiles,
-        NODES=rows.nodes,
-        KEY_SHIFT=_KEY_SHIFT[logits.dtype],
-        TILES=power_of_two(num_tiles),
-        BLOCK_V=config.block_vocab,
-        BLOCK_C=config.block_sub,
-        num_warps=config.num_warps,
-    )
+    num_rows = logits.shape[0]
+    shared = {
+        "logits_ptr": logits,
+        "stride_logits_row": logits.stride(0),
+        "query_start_ptr": rows.query_start,
+        "request_ptr": rows.request,
+        "temperature_ptr": sampling.temperature,
+        "top_k_ptr": sampling.top_k,
+        "top_p_ptr": sampling.top_p,
+        "min_p_ptr": sampling.min_p,
+        "threshold_ptr": threshold,
+        "stats_ptr": planes,
+        "num_rows": num_rows,
+    }
+    statistics = {
+        **slots.statistics,
+        **shared,
+        "stride_logits_request": 0,
+        "seed_ptr": sampling.seed,
+        "position_ptr": rows.position,
+        "salt_ptr": rows.salt,
+        "STREAM": int(rows.stream),
+        "DRAFT": False,
+        "NOISE": noise,
+        "SUB_SUMS": sub_sums,
+    }
+    if threshold is None:
+        launch(row_statistics_kernel, slots.grid, **statistics, PASS="only", SUMS=sums, RAW=raw)
+        return
+    launch(row_statistics_kernel, slots.grid, **statistics, PASS="first", SUMS=True, RAW=True)
+    launch(threshold_kernel, (slots.count,), **slots.threshold, **shared, KEY_SHIFT=_KEY_SHIFT[logits.dtype])
     if noise or sums or sub_sums:
-        run("kept")
-    return Statistics(planes, stride_plane, threshold)
+        launch(row_statistics_kernel, slots.grid, **statistics, PASS="kept", SUMS=sums, RAW=False)
 
 
-def gather_draft_statistics(
-    logits: Tensor, query_start: Tensor, num_rows: int, nodes: int, config: RowConfig, planes: Tensor, stride_plane: int
-) -> None:
-    """Maxima and sums of a draft's scores ``[R, G, Vd]``, at the slots of the nodes that the drafts follow."""
+_DRAFT_CONSTANTS: dict[str, Any] = {
+    "request_ptr": None,
+    "temperature_ptr": None,
+    "seed_ptr": None,
+    "position_ptr": None,
+    "salt_ptr": None,
+    "top_k_ptr": None,
+    "top_p_ptr": None,
+    "min_p_ptr": None,
+    "threshold_ptr": None,
+    "STREAM": 0,
+    "PASS": "only",
+    "DRAFT": True,
+    "NOISE": False,
+    "SUMS": True,
+    "SUB_SUMS": False,
+    "RAW": False,
+}
+
+
+def gather_draft_statistics(logits: Tensor, query_start: Tensor, num_rows: int, slots: Slots, planes: Tensor) -> None:
+    """Maxima and sums of a draft's scores ``[R, G, Vd]``, at the slots of the nodes that the drafts follow.
+
+    ``planes`` is ``[slots.draft_elements]`` float32, and is written.
+    """
     from dspark.kernels.statistics import row_statistics_kernel
 
-    vocab_size = logits.shape[-1]
-    num_slots = logits.shape[0] * nodes
-    num_tiles = config.tiles(vocab_size)
-    row_programs = -(-num_slots // config.block_rows)
-    per_program = tiles_per_program(row_programs * num_tiles)
     launch(
         row_statistics_kernel,
-        (row_programs, -(-num_tiles // per_program)),
+        slots.grid,
+        **slots.statistics,
+        **_DRAFT_CONSTANTS,
         logits_ptr=logits,
         stride_logits_request=logits.stride(0),
         stride_logits_row=logits.stride(1),
         query_start_ptr=query_start,
-        request_ptr=None,
-        temperature_ptr=None,
-        seed_ptr=None,
-        position_ptr=None,
-        salt_ptr=None,
-        top_k_ptr=None,
-        top_p_ptr=None,
-        min_p_ptr=None,
-        threshold_ptr=None,
         stats_ptr=planes,
-        stride_plane=stride_plane,
-        num_slots=num_slots,
         num_rows=num_rows,
-        vocab_size=vocab_size,
-        num_tiles=num_tiles,
-        NODES=nodes,
-        STREAM=0,
-        PASS="only",
-        DRAFT=True,
-        NOISE=False,
-        SUMS=True,
-        SUB_SUMS=False,
-        RAW=False,
-        TILES_PER_PROGRAM=per_program,
-        BLOCK_R=config.block_rows,
-        BLOCK_V=config.block_vocab,
-        BLOCK_S=config.block_sub,
-        num_warps=config.num_warps,
     )

@@ -27,7 +27,7 @@ def poisoned_empty() -> Iterator[None]:
     ...     torch.empty(2).tolist(), torch.zeros(1, dtype=torch.int32).new_empty(1).tolist()
     ([nan, nan], [-2147483648])
     """
-    with _PoisonedEmpty():
+    with _PoisonedEmpty():  # type: ignore[no-untyped-call]
         yield
 
 
@@ -40,7 +40,7 @@ def poison_of(dtype: torch.dtype) -> float | int | bool:
     return torch.iinfo(dtype).min or torch.iinfo(dtype).max
 
 
-class _PoisonedEmpty(TorchDispatchMode):
+class _PoisonedEmpty(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -139,7 +139,7 @@ def forbid_sync() -> Iterator[None]:
     Traceback (most recent call last):
     dspark.testing.guards.SyncError: index: a boolean index gives a shape that depends on data
     """
-    with _ForbidHostReads(), _ForbidSync():
+    with _ForbidHostReads(), _ForbidSync():  # type: ignore[no-untyped-call]
         yield
 
 
@@ -154,7 +154,7 @@ class _ForbidHostReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _ForbidSync(TorchDispatchMode):
+class _ForbidSync(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

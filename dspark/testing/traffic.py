@@ -70,11 +70,11 @@ def counted_traffic() -> Iterator[Traffic]:
             setattr(owner, name, original)
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Wraps the interpreter's methods, and sees torch's operations outside of launches."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.traffic = Traffic()
         self._kernel = ""
         self._ranges: list[tuple[int, int, str]] = []

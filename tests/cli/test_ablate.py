@@ -50,6 +50,13 @@ def prompts() -> list[list[int]]:
     return [tokenizer.encode(p.text).ids for p in held_out_prompts()]
 
 
+def test_the_oracle_is_left_out_under_block() -> None:
+    plan = Plan([[1]], ["fixed:3", "oracle"], ["ratio", "block"], [0.0], repeats=2, max_tokens=4)
+    assert plan.policies_under("ratio") == ["fixed:3", "oracle"]
+    assert plan.policies_under("block") == ["fixed:3"]
+    assert plan.runs == (1 + 2 * 3) + (1 + 2 * 2)
+
+
 def test_the_command_writes_what_it_promises(tmp_path: Path) -> None:
     out = tmp_path / "new" / "ablate.json"
     options = ["--prompts", "2", "--repeats", "1", "--max-tokens", "24", "--policy", "fixed:4", "--policy", "oracle"]

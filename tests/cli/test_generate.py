@@ -65,7 +65,7 @@ def test_prompts_from_files(tmp_path: Path) -> None:
         (["x", "--policy", "fixed:9"], "policy 'fixed:9': expected fixed:K with K from 0 to 7"),
         (["x", "--policy", "clairvoyant"], "policy 'clairvoyant': expected plain, fixed:K"),
         (["x", "--policy", "oracle"], "policy 'oracle': replays an earlier pass"),
-        (["x", "--rule", "typical"], "rule 'typical': expected one of coupled, ratio"),
+        (["x", "--rule", "typical"], "rule 'typical': expected one of coupled, ratio, block, match"),
         (["x", "--top-p", "2"], "top_p: out of range"),
         (["x", "--repetition-penalty", "0"], "repetition_penalty: out of range"),
         (["x", "--presence-penalty", "3"], "presence_penalty: out of range"),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from dspark.decode import Completion, Decoder, SamplingParams
 from dspark.models import Target
 from dspark.models.cache import query_batch
+from dspark.ops.types import Rule
 from dspark.policy import ConfidenceScheduled, FixedK, Oracle, Outcome, Signals, VerifyPolicy
 from tests.decode.pairs import CROWDED, GOLDEN_DRAFTERS, STEEP, golden_drafter, golden_target, narrow_pair
 from tests.tolerances import CHI_SQUARE, LOGITS
@@ -43,8 +44,8 @@ POLICIES: dict[str, Callable[[int], VerifyPolicy]] = {
 }
 
 
-def plain(target: Target, prompt: list[int], params: SamplingParams) -> Completion:
-    return Decoder(target).generate([prompt], params)[0]
+def plain(target: Target, prompt: list[int], params: SamplingParams, rule: Rule = "coupled") -> Completion:
+    return Decoder(target, rule=rule).generate([prompt], params)[0]
 
 
 requests = st.lists(
@@ -72,14 +73,16 @@ requests = st.lists(
     draft_len=st.integers(1, 7),
     page_size=st.sampled_from([1, 4, 16]),
     max_batch=st.integers(1, 4),
+    rule=st.sampled_from(["coupled", "match"]),
 )
-def test_p20_coupled_output_equals_plain_decoding(
+def test_p20_output_equals_plain_decoding_where_it_depends_on_the_seed_alone(
     requests: list[tuple[list[int], SamplingParams]],
     kind: str,
     policy: str,
     draft_len: int,
     page_size: int,
     max_batch: int,
+    rule: Rule,
 ) -> None:
     if kind == "dflash" and policy.startswith("scheduled"):
         policy = "erratic"  # no confidence head
@@ -87,7 +90,7 @@ def test_p20_coupled_output_equals_plain_decoding(
         golden_target(),
         golden_drafter(kind),
         POLICIES[policy](draft_len),
-        "coupled",
+        rule,
         draft_len=draft_len,
         page_size=page_size,
         num_pages=400 // page_size,
@@ -95,7 +98,7 @@ def test_p20_coupled_output_equals_plain_decoding(
     )
     completions = decoder.generate([p for p, _ in requests], [s for _, s in requests])
     for (prompt, params), completion in zip(requests, completions, strict=True):
-        expected = plain(golden_target(), prompt, params)
+        expected = plain(golden_target(), prompt, params, rule)
         assert completion.token_ids == expected.token_ids
         assert completion.finish_reason == expected.finish_reason == "length"
         torch.testing.assert_close(
@@ -103,7 +106,7 @@ def test_p20_coupled_output_equals_plain_decoding(
         )
 
 
-@pytest.mark.parametrize("rule", ["coupled", "ratio"])
+@pytest.mark.parametrize("rule", ["coupled", "ratio", "block", "match"])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("kind", ["vanilla", "rnn"])
 def test_p19_greedy_output_equals_plain_decoding(rule: Any, policy: str, kind: str) -> None:
@@ -114,7 +117,7 @@ def test_p19_greedy_output_equals_plain_decoding(rule: Any, policy: str, kind: s
         assert completion.token_ids == plain(golden_target(), prompt, params).token_ids
 
 
-@pytest.mark.parametrize("rule", ["coupled", "ratio"])
+@pytest.mark.parametrize("rule", ["coupled", "ratio", "match"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_oracle_replays_the_recorded_pass(rule: Any, temperature: float) -> None:
     prompts = [[5, 17, 200], [9], list(range(40, 75))]
@@ -148,17 +151,23 @@ def exact_law(target: Target, prompt: list[int], length: int, temperature: float
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [FixedK(3), ConfidenceScheduled(CROWDED), ConfidenceScheduled(CROWDED, lag=2)],
-    ids=["all", "scheduled", "scheduled, lag 2"],
+    ("rule", "policy"),
+    [
+        ("ratio", FixedK(3)),
+        ("ratio", ConfidenceScheduled(CROWDED)),
+        ("ratio", ConfidenceScheduled(CROWDED, lag=2)),
+        ("block", FixedK(3)),
+        ("block", ConfidenceScheduled(CROWDED, lag=2)),
+    ],
+    ids=["ratio, all", "ratio, scheduled", "ratio, scheduled, lag 2", "block, all", "block, scheduled, lag 2"],
 )
-def test_ratio_output_has_the_plain_law(policy: VerifyPolicy) -> None:
+def test_output_has_the_plain_law(rule: Rule, policy: VerifyPolicy) -> None:
     """Chi-square of four tokens, 256 outcomes, over 16,000 seeds; a bias of a few per cent in one token fails it."""
     vocab, length, seeds, temperature = 4, 4, 16_000, 0.9
     target, drafter = narrow_pair(vocab)
     expected = exact_law(target, [1, 2], length, temperature) * seeds
     params = [SamplingParams(temperature=temperature, seed=s, max_tokens=length) for s in range(seeds)]
-    decoder = Decoder(target, drafter, policy, "ratio", num_pages=500, page_size=16, max_batch=500)
+    decoder = Decoder(target, drafter, policy, rule, num_pages=500, page_size=16, max_batch=500)
     completions = decoder.generate([[1, 2]] * seeds, params)
     tokens = torch.tensor([c.token_ids for c in completions])
     assert tokens.shape == (seeds, length)

@@ -46,6 +46,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "discount": {"repetition_penalty": 0.7},
     "presence": {"presence_penalty": 1.0},
     "frequency": {"frequency_penalty": 0.5},
+    "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.3},
     "bans": {"banned_tokens": tuple(range(0, VOCAB, 2))},
     "minimum": {"min_new_tokens": 6, "stop_token_ids": tuple(range(100, VOCAB))},
     "grammar": {"allowed_tokens": parity},
@@ -99,10 +100,11 @@ def test_p14_output_equals_plain_decoding_in_any_company(
         )
 
 
+@pytest.mark.parametrize("asked", ["penalties", "all"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_p14_every_policy_with_every_processor(policy: str, temperature: float) -> None:
-    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=32, **ASKED["all"]) for i in range(3)]
+def test_p14_every_policy_with_every_processor(policy: str, temperature: float, asked: str) -> None:
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=32, **ASKED[asked]) for i in range(3)]
     for prompt, each, completion in zip(PROMPTS, params, speculative(policy).generate(PROMPTS, params), strict=True):
         expected = plain(prompt, each)
         assert completion.token_ids == expected.token_ids
@@ -182,14 +184,25 @@ def test_p14_min_new_tokens_counts_tokens_not_rounds(minimum: int, policy: str) 
     assert rounds > 0 or minimum == 1
 
 
-def test_p16_no_end_token_within_the_minimum() -> None:
-    """The end token is what greedy decoding says at some block position; with the minimum it is not said there."""
-    free = plain(PROMPTS[0], SamplingParams(temperature=0, max_tokens=24)).token_ids
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_p16_an_end_token_comes_after_the_minimum_and_no_earlier(prompt: list[int]) -> None:
+    """At each block position: when that many tokens were asked for the text ends there, with one more it does not."""
+    free = plain(prompt, SamplingParams(temperature=0, max_tokens=24)).token_ids
+    accepted = 0
     for index, stop in enumerate(free):
-        params = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=(stop,), min_new_tokens=index + 1)
-        [completion] = speculative().generate([PROMPTS[0]], params)
-        assert stop not in completion.token_ids[: index + 1]
-        assert len(completion.token_ids) > index + 1 or completion.finish_reason == "length"
+        if stop in free[:index]:
+            continue
+        for minimum in (index, index + 1):
+            params = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=(stop,), min_new_tokens=minimum)
+            [completion] = speculative().generate([prompt], params)
+            if minimum == index:
+                assert completion.token_ids == free[: index + 1]
+                assert completion.finish_reason == "stop"
+            else:
+                assert completion.token_ids[:index] == free[:index]
+                assert completion.token_ids[index] != stop
+            accepted += sum(r.accepted for r in completion.rounds)
+    assert accepted > 0, "one token a round; the test would show nothing"
 
 
 def test_p18_a_grammar_mask_over_ragged_lengths() -> None:

@@ -12,7 +12,7 @@ import dspark.decode
 from dspark.cli.lossless import replay_logits
 from dspark.decode import Decoder, SamplingParams, measure_cost
 from dspark.models import Target
-from dspark.policy import ConfidenceScheduled, FixedK, Signals
+from dspark.policy import ConfidenceScheduled, FixedK, Oracle, Signals
 from tests.decode.pairs import STEEP, golden_drafter, golden_target
 from tests.tolerances import LOGITS
 
@@ -139,7 +139,7 @@ def poisoned_target(token: int) -> Target:
     return Target(network)
 
 
-@pytest.mark.parametrize("rule", ["coupled", "ratio"])
+@pytest.mark.parametrize("rule", ["coupled", "ratio", "match"])  # block looks at rows past the first rejection
 def test_p05_bad_logits_end_their_request_and_no_other(rule: Any) -> None:
     params = [SamplingParams(temperature=1.0, seed=i, max_tokens=24) for i in range(3)]
     healthy = [c.token_ids for c in decoder(rule=rule).generate(PROMPTS, params)]
@@ -153,7 +153,7 @@ def test_p05_bad_logits_end_their_request_and_no_other(rule: Any) -> None:
     assert running.free_pages == 256
 
 
-@pytest.mark.parametrize("rule", ["coupled", "ratio"])
+@pytest.mark.parametrize("rule", ["coupled", "ratio", "block", "match"])
 def test_p05_a_prompt_with_bad_logits_ends_at_once(rule: Any) -> None:
     [completion] = Decoder(poisoned_target(5), golden_drafter("vanilla"), rule=rule).generate([[5, 17]], GREEDY)
     assert completion.finish_reason == "error"
@@ -271,9 +271,10 @@ def test_p20_seeds_are_apart_unless_given() -> None:
     assert [c.token_ids for c in again] == [first.token_ids, second.token_ids]
 
 
-def test_p01_ratio_refuses_a_seed_twice() -> None:
+@pytest.mark.parametrize("rule", ["ratio", "block"])
+def test_p01_a_seed_is_used_once_where_drafts_must_not_be_known(rule: Any) -> None:
     params = SamplingParams(seed=3, max_tokens=4)
-    running = decoder(rule="ratio")
+    running = decoder(rule=rule)
     running.add_request([5], params)
     with pytest.raises(ValueError, match="seed: 3 was used before"):
         running.add_request([6], params)
@@ -282,6 +283,12 @@ def test_p01_ratio_refuses_a_seed_twice() -> None:
     with pytest.raises(ValueError, match="seed: 3 was used before"):
         running.add_request([6], params)
     decoder(rule="coupled").generate([[5], [6]], params)
+    decoder(rule="match").generate([[5], [6]], params)
+
+
+def test_an_oracle_is_refused_under_block() -> None:
+    with pytest.raises(ValueError, match="policy: Oracle under rule 'block' would bias the output"):
+        decoder(rule="block", policy=Oracle({0: [1]}))
 
 
 def test_generate_queues_all_or_nothing() -> None:
@@ -292,9 +299,10 @@ def test_generate_queues_all_or_nothing() -> None:
     assert [c.request_id for c in running.generate([[5]], GREEDY)] == [0]
 
 
-def test_p15_logprobs_are_the_targets_under_ratio() -> None:
+@pytest.mark.parametrize("rule", ["ratio", "block", "match"])
+def test_p15_logprobs_are_the_targets(rule: Any) -> None:
     params = [SamplingParams(temperature=0.7, top_p=0.9, seed=i, max_tokens=24) for i in range(3)]
-    for prompt, completion in zip(PROMPTS, decoder(rule="ratio").generate(PROMPTS, params), strict=True):
+    for prompt, completion in zip(PROMPTS, decoder(rule=rule).generate(PROMPTS, params), strict=True):
         logits = replay_logits(golden_target(), prompt, completion.token_ids)
         expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None]).squeeze(1)
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=LOGITS, rtol=0)

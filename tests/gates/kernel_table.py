@@ -13,7 +13,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+os.environ["TRITON_INTERPRET"] = "1"  # the ops are called here, to see what they launch; compilers run elsewhere
+
 from dspark.ops.registry import KernelEntry
+from dspark.ops.shipped import shipped_kernels
 from dspark.testing.codegen import Datasheet, datasheets, faults
 
 ROOT = Path(__file__).parent.parent.parent
@@ -69,9 +72,6 @@ def _join(bits: Sequence[int]) -> str:
 
 
 def main() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"  # the calls of the ops are made here, compilation is elsewhere
-    from dspark.ops.shipped import shipped_kernels
-
     entries = shipped_kernels()
     sheets = datasheets(entries)
     head = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]

@@ -66,12 +66,12 @@ def drafted(rule: Rule, form: Form, temperature: float, backend: Backend) -> Bat
 def test_p05_bad_target_row(rule: Rule, form: Form, kind: str, temperature: float, backend: Backend) -> None:
     """The request goes as if its bad row were its last, except that nothing is drawn from that; others do not change.
 
-    So a bad row past the first rejection has no effect (under ``block``, which looks further, past the last draft kept).
+    So a bad row past the first rejection has no effect; ``block`` looks at rows past it, and may reach a bad one.
     """
     batch = drafted(rule, form, temperature, backend)
     clean = batch.accept(rule)
     reached = 0
-    for r in range(3):
+    for r in clean.num_emitted.argsort()[[0, 6, 11]].tolist():
         for node in range(5):
             logits = batch.logits.clone()
             spoil(logits[batch.rows(r)][node:], kind)
@@ -93,7 +93,7 @@ def test_p05_bad_target_row(rule: Rule, form: Form, kind: str, temperature: floa
                 assert rows_of(verdict, other) == rows_of(clean, other)
             if rule != "block" and node >= int(clean.num_emitted[r]):
                 assert_same(verdict, clean)
-    assert 5 < reached < 15 or temperature == 0
+    assert reached > 3, "of each request the first row, and some further ones"
 
 
 @on_backends
@@ -251,7 +251,7 @@ def verdict(**changes: Any) -> Verdict:
         (TypeError, "query_start: expected dtype int64, got int32", {"query_start": torch.tensor([0, 3, 5]).int()}),
         (TypeError, "position: expected dtype int64", {"position": torch.zeros(2)}),
         (ValueError, 'sampling.temperature: expected shape "R" with R = 2', {"sampling": make_sampling([1.0] * 3)}),
-        (ValueError, "backend: accept has no Triton kernel", {"backend": "triton"}),
+        (ValueError, "backend: expected one of 'auto', 'triton', 'reference', got 'cuda'", {"backend": "cuda"}),
     ],
 )
 def test_bad_arguments(error: type[Exception], message: str, changes: dict[str, Any]) -> None:

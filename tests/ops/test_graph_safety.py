@@ -34,6 +34,7 @@ REQUESTS, ROWS, NODES, VOCAB = 3, 4, 3, 12
 SAMPLING = make_sampling([1.0, 0.0, 0.7], [3, 0, 5], 0.9, 0.05, seed=[1, 2, 3])
 QUERY_START = torch.tensor([0, *LENGTHS]).cumsum(0)
 POSITION = torch.tensor([4, 5, 6])
+ANCHOR = torch.tensor([1, -1, 2])
 
 DISTRIBUTIONS: dict[str, DraftDistribution | None] = {
     "none": None,
@@ -79,7 +80,7 @@ def run_walk() -> None:
     w1, w2 = torch.randn(VOCAB, 4), torch.randn(VOCAB, 4)
     draft_walk(
         torch.randn(REQUESTS, 2, VOCAB),
-        torch.tensor([1, -1, 2]),
+        ANCHOR,
         head=MarkovHead(w1, w2),
         hidden=torch.randn(REQUESTS, 2, 6),
         confidence_head=ConfidenceHead(torch.randn(10), torch.zeros(()), w1),

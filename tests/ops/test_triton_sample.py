@@ -12,7 +12,8 @@ from torch import Tensor
 
 from dspark.ops.launch import RowConfig, row_config, tiles_per_program
 from dspark.ops.sample import sample, sample_workspace, truncate
-from dspark.ops.sample_triton import Rows, sample_triton, truncate_triton
+from dspark.ops.sample_triton import sample_triton, truncate_triton
+from dspark.ops.statistics_triton import Rows
 from dspark.ops.types import Sampling, Stream
 from tests.ops.chains import randn
 from tests.ops.helpers import make_sampling
@@ -33,11 +34,11 @@ def rows_of(
     salt: Tensor | None = None,
     stream: Stream = Stream.TARGET,
 ) -> Rows:
-    return Rows(logits, sampling, position, 0, logits.shape[0], None, request, salt, stream)
+    return Rows(logits, sampling, position, None, request, salt, stream)
 
 
 def drawn(rows: Rows, config: RowConfig | None = TINY) -> Tensor:
-    out = torch.full((rows.num_slots,), -77)
+    out = torch.full(rows.logits.shape[:1], -77)
     sample_triton(rows, out, None, config)
     return out
 
