@@ -110,6 +110,8 @@ class DSparkDrafter:
         sizes = {"m*h": self.network.fc.in_features}
         check_shape("features", features, "T m*h", sizes)
         check_shape("batch.slots", batch.slots, "T", sizes)
+        if sizes["T"] == 0:
+            return
         context = self.network.context(features)
         to = destinations(batch.slots, cache.page_size)
         for kv, (k, v) in zip(cache.layers, self.network.context_kv(context, batch.positions), strict=True):

@@ -6,6 +6,8 @@ pass through here: the dispatcher would cost more than the checks and the launch
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from dspark.ops.types import (
     DraftDistribution,
     Logprobs,
     PointMass,
+    Processors,
     Rule,
     Sampling,
     SparseQ,
@@ -33,6 +36,8 @@ _SCHEMAS = {
     "accept": f"(Tensor target_logits, Tensor tokens, Tensor query_start, str rule, {_SAMPLING}, Tensor position, "
     "str q_kind, Tensor? q_values, Tensor? q_tokens, str logprobs, Tensor(a!) out_tokens, Tensor(b!) out_num_emitted, "
     "Tensor(c!) out_path, Tensor(d!) out_logprobs, Tensor(e!) out_status, Tensor(f!)? workspace, str backend) -> ()",
+    "process_logits": "(Tensor logits, Tensor tokens, Tensor query_start, Tensor?[] processors, int max_query_len, "
+    "Tensor(a!) out, str backend) -> ()",
 }
 _library = torch.library.Library("dspark", "DEF")
 
@@ -92,6 +97,24 @@ def accept_op(
         workspace,
         backend,
     )
+
+
+def process_logits_op(
+    logits: Tensor,
+    tokens: Tensor,
+    query_start: Tensor,
+    processors: Processors,
+    max_query_len: int,
+    out: Tensor,
+    backend: Backend,
+) -> None:
+    """:func:`dspark.ops.process_logits` as ``torch.ops.dspark.process_logits``."""
+    given = _flat_processors(processors)
+    torch.ops.dspark.process_logits(logits, tokens, query_start, given, max_query_len, out, backend)
+
+
+def _flat_processors(processors: Processors) -> list[Tensor | None]:
+    return [getattr(processors, field.name) for field in fields(processors)]
 
 
 def _flat(s: Sampling) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, bool, bool]:
@@ -210,11 +233,38 @@ def _accept(
     )
 
 
+def _process_logits(
+    logits: Tensor,
+    tokens: Tensor,
+    query_start: Tensor,
+    processors: list[Tensor | None],
+    max_query_len: int,
+    out: Tensor,
+    backend: Backend,
+) -> None:
+    from dspark.ops.process import process_logits
+
+    process_logits(
+        logits,
+        tokens,
+        query_start,
+        processors=Processors(*processors),
+        max_query_len=max_query_len,
+        out=out,
+        backend=backend,
+    )
+
+
 def _nothing(*_: object) -> None:
     """What the ops do to fake tensors: their results have the shapes that the caller gave them."""
 
 
-for _name, _implementation in (("sample", _sample), ("truncate", _truncate), ("accept", _accept)):
+for _name, _implementation in (
+    ("sample", _sample),
+    ("truncate", _truncate),
+    ("accept", _accept),
+    ("process_logits", _process_logits),
+):
     _library.define(f"{_name}{_SCHEMAS[_name]}", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"dspark::{_name}", _nothing, lib=_library)

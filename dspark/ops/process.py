@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dspark.ops import library
 from dspark.ops.backend import resolve
 from dspark.ops.checks import FLOAT_DTYPES, check_dtype, check_shape
 from dspark.ops.launch import check_unit_stride
@@ -88,6 +89,9 @@ def process_logits(
     taken = resolve("process_logits", backend, logits)
     if out is None:
         out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    if torch.compiler.is_compiling():
+        library.process_logits_op(logits, tokens, query_start, processors, max_query_len, out, taken)
+        return out
     if logits.numel() == 0 or query_start.shape[0] == 1:
         return out.copy_(logits)
     if taken == "triton":

@@ -8,7 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from dspark.ops import DenseQ, PointMass, Rule, Sampling, SparseQ, Verdict, accept, library, sample, truncate
+from dspark.ops import (
+    DenseQ,
+    PointMass,
+    Processors,
+    Rule,
+    Sampling,
+    SparseQ,
+    Verdict,
+    accept,
+    library,
+    process_logits,
+    sample,
+    truncate,
+)
 from tests.ops.helpers import make_sampling
 from tests.ops.test_triton_accept import CASES, empty_verdict, problem
 
@@ -93,3 +106,27 @@ def test_sample_and_truncate_compile_as_one_graph() -> None:
 
     for mine, theirs in zip(compiled(step)(logits, position, SAMPLING), step(logits, position, SAMPLING), strict=True):
         assert torch.equal(mine, theirs)
+
+
+PENALISED = Processors(
+    output_counts=torch.randint(3, (3, 20), dtype=torch.int32),
+    repetition_penalty=torch.tensor([1.0, 1.2, 0.8]),
+    banned_tokens=torch.tensor([[3, -1], [4, 5], [-1, -1]]),
+)
+
+
+def test_opcheck_process_logits() -> None:
+    a = problem([2, 0, 3], 20, SAMPLING, "coupled")
+    given = library._flat_processors(PENALISED)
+    out = torch.zeros(5, 20)
+    rows = (a["target_logits"], a["tokens"], a["query_start"])
+    check(torch.ops.dspark.process_logits.default, *rows, given, 3, out, "reference")
+
+
+def test_process_logits_compiles_as_one_graph() -> None:
+    a = problem([2, 0, 3], 20, SAMPLING, "coupled")
+
+    def step(logits: torch.Tensor) -> torch.Tensor:
+        return process_logits(logits, a["tokens"], a["query_start"], processors=PENALISED, max_query_len=3)
+
+    assert torch.equal(compiled(step)(a["target_logits"]), step(a["target_logits"]))
