@@ -63,6 +63,7 @@ def test_host_overhead(benchmark: Benchmark, requests: int, rule: Rule) -> None:
                 backend="triton",
             )
 
+        call()  # the first one imports the kernels
         benchmark(call)
         assert launches
 

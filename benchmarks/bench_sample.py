@@ -33,6 +33,7 @@ def test_host_overhead(benchmark: Benchmark, requests: int) -> None:
             launches.clear()
             sample(logits, sampling, position, backend="triton")
 
+        call()  # the first one imports the kernels
         benchmark(call)
         assert launches
 
@@ -52,5 +53,6 @@ def test_process_host_overhead(benchmark: Benchmark, requests: int) -> None:
                 logits, tokens, query_start, processors=processors, max_query_len=ROWS, out=logits, backend="triton"
             )
 
+        call()  # the first one imports the kernels
         benchmark(call)
         assert launches

@@ -60,10 +60,11 @@ def devices() -> list[str]:
 
 
 def op_names() -> list[str]:
-    """The public ops: the functions among the names that ``dspark.ops`` exports."""
+    """The public ops: the functions that ``dspark.ops`` exports and that take a backend."""
     from dspark import ops
 
-    return [name for name in ops.__all__ if inspect.isfunction(getattr(ops, name))]
+    functions = {name: getattr(ops, name) for name in ops.__all__ if inspect.isfunction(getattr(ops, name))}
+    return [name for name, function in functions.items() if "backend" in inspect.signature(function).parameters]
 
 
 def backend(op: str, device: str) -> str:

@@ -11,9 +11,9 @@ from typing import Annotated
 import torch
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
 
 from dspark.cli.evaluate import evaluate
-from dspark.decode import Decoder, SamplingParams
 from dspark.models.loading import load_drafter, load_target
 from dspark.models.tiny import load_tokenizer
 from dspark.models.training.corpus import END_OF_TEXT, MASK, crops, documents, special_id, token_stream, train_tokenizer
@@ -21,6 +21,7 @@ from dspark.models.training.drafter import TINY_DRAFTER_SHAPE, DrafterTraining, 
 from dspark.models.training.export import save_drafter, save_target
 from dspark.models.training.loop import StepLog, Training, initialise
 from dspark.models.training.prompts import PROMPT_TOKENS, openings, write_prompts
+from dspark.models.training.rollouts import roll_out
 from dspark.models.training.target import TINY_TARGET_SHAPE, TargetTraining, train_target
 from dspark.models.transformer import CausalLM
 
@@ -28,6 +29,8 @@ app = typer.Typer(
     help="Train the tiny pair: target, rollouts, drafter, report, in this order. Trainings resume where they stopped.",
     no_args_is_help=True,
 )
+
+ROLLOUT_BATCH = 128
 
 Out = Annotated[Path, typer.Option(help="Folder for checkpoints, logs and the finished models.")]
 Steps = Annotated[int, typer.Option(help="Optimiser steps.", min=1)]
@@ -55,25 +58,25 @@ def target(out: Out = Path("runs/tiny"), steps: Steps = TargetTraining.steps, se
 @app.command()
 def rollouts(
     out: Out = Path("runs/tiny"),
-    count: Annotated[int, typer.Option(help="Texts to write.", min=1)] = 4608,
+    count: Annotated[int, typer.Option(help="Texts to write.", min=1)] = 6144,
     new_tokens: Annotated[int, typer.Option(help="Tokens in each, after its prompt.", min=1)] = 160,
     seed: Seed = DrafterTraining.seed,
 ) -> None:
-    """Let the target continue training texts, half greedily, half at temperature 1: what the drafter learns from."""
-    model = load_target(out / "target")
-    tokenizer = load_tokenizer(out / "target")
-    stream = token_stream(tokenizer, [d for d in documents() if not d.held_out], seed)
-    prompts = crops(stream, count, PROMPT_TOKENS, (seed,)).tolist()
-    params = [SamplingParams(temperature=float(i % 2), seed=seed + i, max_tokens=new_tokens) for i in range(count)]
-    decoder = Decoder(model, num_pages=64 * 17, max_batch=64)
-    completions = [decoder.add_request(p, s) for p, s in zip(prompts, params, strict=True)]
+    """Let the target continue training texts, which its drafter learns from: a third greedily, the others at T = 1."""
+    network = load_target(out / "target").network
+    stream = token_stream(load_tokenizer(out / "target"), [d for d in documents() if not d.held_out], seed)
+    prompts = torch.from_numpy(crops(stream, count, PROMPT_TOKENS, (seed,))).long()
+    temperature = (torch.arange(count) % 3 > 0).float()
+    texts: list[Tensor] = []
     with Progress() as progress:
         task = progress.add_task("rollouts", total=count)
-        for output in decoder.stream():
-            progress.update(task, advance=output.finish_reason is not None)
-    texts = [p + c.token_ids for p, c in zip(prompts, completions, strict=True)]
-    written = Rollouts(torch.tensor(texts), PROMPT_TOKENS, torch.tensor([p.temperature for p in params]))
-    torch.save(dataclasses.asdict(written), out / "rollouts.pt")
+        for start in range(0, count, ROLLOUT_BATCH):
+            part = slice(start, start + ROLLOUT_BATCH)
+            written = roll_out(network, prompts[part], temperature[part], new_tokens, seed + start)
+            texts.append(torch.cat([prompts[part], torch.stack(list(written), 1)], 1))
+            progress.update(task, advance=len(texts[-1]))
+    result = Rollouts(torch.cat(texts), PROMPT_TOKENS, temperature)
+    torch.save(dataclasses.asdict(result), out / "rollouts.pt")
 
 
 @app.command()

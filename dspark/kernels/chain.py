@@ -17,7 +17,7 @@ from dspark.kernels.rows import (
     first_beyond,
     inverse_temperature,
     is_good,
-    load_first,
+    load_best,
     load_plane,
     load_sums,
     locate,
@@ -32,7 +32,7 @@ RESIDUAL = tl.constexpr(3)
 """``Stream.RESIDUAL``."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "num_rows"])
 def sample_kernel(
     logits_ptr,  # [num_rows, vocab_size]; the logits and what follows down to sampling are read under "inverse_cdf"
     stride_logits_row,
@@ -79,11 +79,11 @@ def sample_kernel(
             slot, mask, u, row * stride_logits_row, inverse_temperature(temperature), threshold_ptr, logits_ptr,
             stats_ptr, stride_plane, vocab_size, num_tiles, TILES, BLOCK_V, BLOCK_S,
         )  # fmt: skip
-        token = tl.where(mask, drawn, token)
+        token = tl.where(mask & (drawn >= 0), drawn, token)
     tl.store(token_ptr + slot, token.to(tl.int64), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests", "num_rows"])
 def chain_verdict_kernel(
     logits_ptr,  # [num_rows, vocab_size]
     stride_logits_row,
@@ -162,30 +162,31 @@ def drawn_tokens(
     slot, exists, sampled, stats_ptr, stride_plane, num_tiles, TILES: tl.constexpr, NOISE: tl.constexpr
 ):  # fmt: skip
     """The best token of each row, perturbed where it is sampled; -1 where the row is bad or absent."""
-    top, token = load_first(stats_ptr, stride_plane, MAX, ARGMAX, slot, exists, num_tiles, TILES)
+    top, token = load_best(stats_ptr, stride_plane, MAX, ARGMAX, slot, exists, num_tiles, TILES)
     good = exists & is_good(top)
     if NOISE:
         perturbed = good & sampled
-        _, best = load_first(stats_ptr, stride_plane, BEST, BEST_TOKEN, slot, perturbed, num_tiles, TILES)
+        _, best = load_best(stats_ptr, stride_plane, BEST, BEST_TOKEN, slot, perturbed, num_tiles, TILES)
         token = tl.where(perturbed, best, token)
     return tl.where(good, token, -1)
 
 
 @triton.jit
 def draw_from_target(
-    slot, mask, u, first, inverse_t, threshold_ptr, logits_ptr, stats_ptr, stride_plane, vocab_size, num_tiles,
+    slot, mask, u, row_offset, inverse_t, threshold_ptr, logits_ptr, stats_ptr, stride_plane, vocab_size, num_tiles,
     TILES: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Inverse CDF: the sub-tile is found in the sums of the statistics pass, and its scores are read again."""
+    """Inverse CDF: the sub-tile is found in the sums of the statistics pass, and its scores are read again.
+
+    -1 where nothing has any weight, be it by rounding.
+    """
     SUBS: tl.constexpr = BLOCK_V // BLOCK_S
     offs_sub = tl.arange(0, TILES * SUBS)
     sub_sum = load_plane(plane(stats_ptr, SUB_SUM, stride_plane), slot, mask, 0.0, num_tiles * SUBS, TILES * SUBS)
-    tile_of_sub = tl.load(
-        plane(stats_ptr, MAX, stride_plane) + slot.to(tl.int64)[:, None] * num_tiles + (offs_sub // SUBS)[None, :],
-        mask=mask[:, None] & (offs_sub < num_tiles * SUBS)[None, :],
-        other=NEGATIVE_INFINITY,
-    )
-    top = tl.max(tile_of_sub, axis=1)
+    tile_max = load_plane(plane(stats_ptr, MAX, stride_plane), slot, mask, NEGATIVE_INFINITY, num_tiles, TILES)
+    tile_of_sub = tl.broadcast_to(tile_max[:, :, None], [tile_max.shape[0], TILES, SUBS])
+    tile_of_sub = tl.reshape(tile_of_sub, [tile_max.shape[0], TILES * SUBS])
+    top = tl.max(tile_max, axis=1)
     top = tl.where(mask & (top > NEGATIVE_INFINITY), top, 0.0)
     weight = sub_sum.to(tl.float64) * tl.exp(tile_of_sub - top[:, None]).to(tl.float64)
     goal = u * tl.sum(weight, axis=1)
@@ -194,7 +195,7 @@ def draw_from_target(
     offs_s = tl.arange(0, BLOCK_S)
     token = sub[:, None] * BLOCK_S + offs_s[None, :]  # [rows, BLOCK_S]
     logits = tl.load(
-        logits_ptr + first[:, None] + token,
+        logits_ptr + row_offset[:, None] + token,
         mask=(mask & (sub >= 0))[:, None] & (token < vocab_size),
         other=NEGATIVE_INFINITY,
     )
@@ -203,12 +204,18 @@ def draw_from_target(
         threshold = tl.load(threshold_ptr + slot, mask=mask, other=NEGATIVE_INFINITY)
         scores = tl.where(scores >= threshold[:, None], scores, NEGATIVE_INFINITY)
     weight = tl.exp(scores - top[:, None]).to(tl.float64)
-    return sub * BLOCK_S + first_beyond(weight, before, goal, offs_s)
+    return token_of(sub, first_beyond(weight, before, goal, offs_s), BLOCK_S)
+
+
+@triton.jit
+def token_of(sub, offset, BLOCK_S: tl.constexpr):
+    """The token at a place in a sub-tile, or -1 where either was not found."""
+    return tl.where((sub >= 0) & (offset >= 0), sub * BLOCK_S + offset, -1)
 
 
 @triton.jit
 def emit(
-    request, node, slot, inside, exists, first, temperature, accepted, draft, last, logits_ptr, stats_ptr,
+    request, node, slot, inside, exists, row_offset, temperature, accepted, draft, last, logits_ptr, stats_ptr,
     stride_plane, out_tokens_ptr, out_path_ptr, out_logprobs_ptr, out_num_ptr, out_status_ptr, num_tiles,
     RAW: tl.constexpr, NODES_P2: tl.constexpr, TILES: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -221,7 +228,7 @@ def emit(
     tl.store(out_tokens_ptr + slot, tl.where(emitted, token, -1).to(tl.int64), mask=inside)
     tl.store(out_path_ptr + slot, tl.where(emitted, node, -1).to(tl.int64), mask=inside)
 
-    logit = tl.load(logits_ptr + first + token, mask=emitted, other=0.0).to(tl.float32)
+    logit = tl.load(logits_ptr + row_offset + token, mask=emitted, other=0.0).to(tl.float32)
     if RAW:
         top, total = merge_sums(
             load_plane(plane(stats_ptr, RAW_MAX, stride_plane), slot, emitted, NEGATIVE_INFINITY, num_tiles, TILES),

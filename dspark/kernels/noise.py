@@ -41,7 +41,7 @@ def gumbel(seed, position, salt, first_token, STREAM: tl.constexpr, BLOCK_V: tl.
 
 @triton.jit
 def _log1p(x):
-    """``log(1 + x)`` to an ulp from ``log`` alone (Goldberg 1991, theorem 4)."""
+    """``log(1 + x)`` to a few ulps from ``log`` alone (Goldberg 1991, theorem 4)."""
     w = 1.0 + x
     d = w - 1.0
     exact = d == 0.0

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def process_logits_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def process_logits_kernel(
     logits_ptr,
     tokens_ptr,
     query_start_ptr,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dspark.kernels.chain import draw_from_target, emit, first_where, nodes_of_program, spread
+from dspark.kernels.chain import draw_from_target, emit, first_where, nodes_of_program, spread, token_of
 from dspark.kernels.noise import uniform
 from dspark.kernels.rows import (
     ARGMAX,
@@ -17,7 +17,7 @@ from dspark.kernels.rows import (
     first_beyond,
     inverse_temperature,
     is_good,
-    load_first,
+    load_best,
     load_plane,
     load_sums,
     locate,
@@ -33,14 +33,14 @@ P_OFFSET = tl.constexpr(0)  # w p = exp(score - P_OFFSET) * P_FACTOR
 P_FACTOR = tl.constexpr(1)  # 0: there is no residual
 Q_OFFSET = tl.constexpr(2)
 Q_FACTOR = tl.constexpr(3)
-ACCEPTED = tl.constexpr(4)  # "ratio": number of accepted drafts
+ACCEPTED = tl.constexpr(4)  # "ratio": number of accepted drafts; the one rule has this, the other the next
 WEIGHT = tl.constexpr(4)  # "block": w of the node
 RECORD = tl.constexpr(5)
 DEGENERATE_MASS = tl.constexpr(1e-12)
-"""A residual lighter than this is rounding (p = q), and the draw is from p."""
+"""Where a residual is lighter than this, the draw is from p; as in ``dspark.ops.accept_reference``."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests", "num_rows"])
 def ratio_kernel(
     logits_ptr,  # [num_rows, vocab_size]
     stride_logits_row,
@@ -88,7 +88,7 @@ def ratio_kernel(
 
     top, total = load_sums(stats_ptr, stride_plane, slot, exists, num_tiles, TILES)
     good = exists & is_good(top)
-    _, greedy = load_first(stats_ptr, stride_plane, MAX, ARGMAX, slot, exists, num_tiles, TILES)
+    _, greedy = load_best(stats_ptr, stride_plane, MAX, ARGMAX, slot, exists, num_tiles, TILES)
     logit = tl.load(logits_ptr + row * stride_logits_row + draft, mask=drafted, other=NEGATIVE_INFINITY).to(tl.float32)
     score = logit * inverse_temperature(temperature)
     if threshold_ptr is not None:
@@ -97,7 +97,7 @@ def ratio_kernel(
     p = tl.exp((score - tl.where(good, top, 0.0)).to(tl.float64)) / tl.where(good, total, 1.0)
     p = tl.where(sampled, p, tl.where(draft == greedy, 1.0, 0.0).to(tl.float64))
 
-    q_first = request * stride_q_request + node * stride_q_row
+    q_first = request * stride_q_request + node.to(tl.int64) * stride_q_row
     q_top = tl.zeros(slot.shape, tl.float32)
     q_total = tl.full(slot.shape, 1.0, tl.float64)
     if Q == "dense":
@@ -114,7 +114,7 @@ def ratio_kernel(
     elif Q == "sparse":
         offs_k = tl.arange(0, BLOCK_K)
         mask = drafted[:, None] & (offs_k < q_width)[None, :]
-        q_token_first = request * stride_q_token_request + node * stride_q_token_row
+        q_token_first = request * stride_q_token_request + node.to(tl.int64) * stride_q_token_row
         token = tl.load(q_token_ptr + q_token_first[:, None] + offs_k[None, :], mask=mask, other=-1)
         logprob = tl.load(q_ptr + q_first[:, None] + offs_k[None, :], mask=mask, other=NEGATIVE_INFINITY)
         logprob = tl.where((token >= 0) & (token < vocab_size), logprob, NEGATIVE_INFINITY)
@@ -161,7 +161,7 @@ def _running_weights(ratio, node, NODES: tl.constexpr, NODES_P2: tl.constexpr, B
     return tl.reshape(weights, [BLOCK_R * NODES_P2])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_lines", "num_slots", "num_rows"])
 def residual_mass_kernel(
     logits_ptr,  # [num_rows, vocab_size]
     stride_logits_row,
@@ -255,7 +255,7 @@ def residual(
     return tl.maximum(p - q, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests", "num_rows"])
 def ratio_verdict_kernel(
     logits_ptr,  # [num_rows, vocab_size]
     stride_logits_row,
@@ -319,7 +319,7 @@ def ratio_verdict_kernel(
     last_slot = drawer * NODES + end
     last_row, _, _, last_left = locate(last_slot, num_slots, num_rows, query_start_ptr, NODES)
     mask = (drawer < num_requests) & (last_left > 0)
-    top, last = load_first(stats_ptr, stride_plane, MAX, ARGMAX, last_slot, mask, num_tiles, TILES)
+    top, last = load_best(stats_ptr, stride_plane, MAX, ARGMAX, last_slot, mask, num_tiles, TILES)
     mask &= is_good(top)
     if SAMPLED:
         last_temperature = tl.load(temperature_ptr + drawer, mask=mask, other=0.0)
@@ -343,13 +343,14 @@ def ratio_verdict_kernel(
             stride_q_row, stride_q_token_request, stride_q_token_row, line_ptr, num_slots, num_rows, vocab_size,
             q_width, Q, NODES,
         )  # fmt: skip
-        from_residual = sub * BLOCK_S + first_beyond(excess.to(tl.float64), before, goal, offs_s)
+        from_residual = token_of(sub, first_beyond(excess.to(tl.float64), before, goal, offs_s), BLOCK_S)
         from_target = draw_from_target(
             last_slot, samples & ~has_residual, u, last_row * stride_logits_row,
             inverse_temperature(last_temperature), threshold_ptr, logits_ptr, stats_ptr, stride_plane, vocab_size,
             num_tiles, TILES, BLOCK_V, BLOCK_S,
         )  # fmt: skip
-        last = tl.where(samples, tl.where(has_residual, from_residual, from_target), last)
+        drawn = tl.where(has_residual, from_residual, from_target)
+        last = tl.where(samples & (drawn >= 0), drawn, last)
     last = spread(tl.where(mask, last, -1), NODES_P2, BLOCK_R)
     emit(
         request, node, slot, inside, exists, row * stride_logits_row, temperature, accepted, draft, last, logits_ptr,
@@ -370,8 +371,8 @@ def _block_accepted(
     weight = tl.load(line_ptr + slot * RECORD + WEIGHT, mask=exists, other=0.0).to(tl.float64)
     has_residual = exists & (tl.load(line_ptr + slot * RECORD + P_FACTOR, mask=exists, other=0.0) > 0.0)
     mass = tl.zeros(slot.shape, tl.float64)
-    for first in range(0, SUBTILES, TILES):  # a part at a time, for the registers
-        part = load_plane(mass_ptr + first, slot, has_residual, 0.0, num_subtiles, TILES, num_subtiles - first)
+    for start in range(0, SUBTILES, TILES):  # a part at a time, for the registers
+        part = load_plane(mass_ptr + start, slot, has_residual, 0.0, num_subtiles, TILES, num_subtiles - start)
         mass += tl.sum(part.to(tl.float64), axis=1)
     mass = tl.where(has_residual, mass, weight)  # nothing is subtracted where no draft follows
     rest = 1.0 - weight

@@ -26,7 +26,7 @@ def locate(slot, num_slots, num_rows, query_start_ptr, NODES: tl.constexpr):
     """``(row, request, node, rows left from this one on)`` of each slot; none are left where the slot is empty."""
     inside = slot < num_slots
     request = tl.where(inside, slot // NODES, 0).to(tl.int64)
-    node = slot % NODES
+    node = (slot % NODES).to(tl.int64)
     row = tl.load(query_start_ptr + request, mask=inside, other=0) + node
     end = tl.minimum(tl.load(query_start_ptr + request + 1, mask=inside, other=0), num_rows)
     return row, request, node, tl.maximum(end - row, 0)
@@ -69,7 +69,7 @@ def plane(stats_ptr, INDEX: tl.constexpr, stride_plane):
 
 
 @triton.jit
-def first_of(tile_best, tile_token):
+def best_of(tile_best, tile_token):
     """The largest of each row's tiles ``[rows, tiles]`` and its token, the leftmost where several tie."""
     best, tile = tl.max(tile_best, axis=1, return_indices=True, return_indices_tie_break_left=True)
     column = tl.arange(0, tile_best.shape[1])[None, :]
@@ -99,13 +99,13 @@ def load_sums(stats_ptr, stride_plane, slot, mask, num_tiles, TILES: tl.constexp
 
 
 @triton.jit
-def load_first(
+def load_best(
     stats_ptr, stride_plane, VALUE: tl.constexpr, TOKEN: tl.constexpr, slot, mask, num_tiles, TILES: tl.constexpr
 ):
     """The largest value of each row in plane ``VALUE``, and its token in plane ``TOKEN``."""
     token = load_plane(plane(stats_ptr, TOKEN, stride_plane), slot, mask, 0.0, num_tiles, TILES)
     value = load_plane(plane(stats_ptr, VALUE, stride_plane), slot, mask, float("-inf"), num_tiles, TILES)
-    return first_of(value, token.to(tl.int32, bitcast=True))
+    return best_of(value, token.to(tl.int32, bitcast=True))
 
 
 @triton.jit

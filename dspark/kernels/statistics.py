@@ -26,7 +26,7 @@ NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 INFINITY = tl.constexpr(float("inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "num_rows"])
 def row_statistics_kernel(
     logits_ptr,  # [num_rows, vocab_size], or [requests, drafts, vocab_size] of a draft
     stride_logits_request,  # of a draft
@@ -55,7 +55,6 @@ def row_statistics_kernel(
     SUMS: tl.constexpr,
     SUB_SUMS: tl.constexpr,
     RAW: tl.constexpr,
-    TILES_PER_PROGRAM: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -65,7 +64,9 @@ def row_statistics_kernel(
     slot = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     if NODES > 0:
         row, request, node, left = locate(slot, num_slots, num_rows, query_start_ptr, NODES)
-        exists = left > (1 if DRAFT else 0)
+        exists = left > 0
+        if DRAFT:  # the last node has no draft, whatever rows follow it
+            exists = (left > 1) & (node + 1 < NODES)
     else:
         row = slot.to(tl.int64)
         exists = slot < num_slots
@@ -86,6 +87,8 @@ def row_statistics_kernel(
         sampled &= temperature > 0.0
         inverse_t = inverse_temperature(temperature)
     if NOISE:
+        if PASS == "first":  # rows to be truncated get their noise in the second pass
+            sampled &= ~is_truncated(request, exists, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
         seed = tl.load(seed_ptr + request, mask=exists, other=0)
         if NODES > 0:
             position = tl.load(position_ptr + request, mask=exists, other=0) + node + 1
@@ -94,25 +97,21 @@ def row_statistics_kernel(
         salt = position * 0
         if salt_ptr is not None:
             salt = tl.load(salt_ptr + slot, mask=exists, other=0)
-        if PASS == "first":  # rows to be truncated get their noise in the second pass
-            sampled &= ~is_truncated(request, exists, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
-    first = row * stride_logits_row
+    row_offset = row * stride_logits_row
     if DRAFT:
-        first = request * stride_logits_request + node * stride_logits_row
+        row_offset = request * stride_logits_request + node * stride_logits_row
     best_so_far = tl.full([BLOCK_R], NEGATIVE_INFINITY, tl.float32)
 
-    for step in range(TILES_PER_PROGRAM):
-        tile = tl.program_id(1) * TILES_PER_PROGRAM + step
+    for tile in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
         at = slot.to(tl.int64) * num_tiles + tile  # [BLOCK_R], of the per-tile results
-        wanted = exists & (tile < num_tiles)
         if PASS == "kept":
-            tile_max = tl.load(max_ptr + at, mask=wanted, other=NEGATIVE_INFINITY)
-            read = wanted & (tile_max >= threshold)  # no other tile holds a kept token
+            tile_max = tl.load(max_ptr + at, mask=exists, other=NEGATIVE_INFINITY)
+            read = exists & (tile_max >= threshold)  # no other tile holds a kept token
         else:
-            read = wanted
+            read = exists
         offs_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
         mask = read[:, None] & (offs_v < vocab_size)[None, :]  # [BLOCK_R, BLOCK_V]
-        logits = tl.load(logits_ptr + first[:, None] + offs_v[None, :], mask=mask, other=NEGATIVE_INFINITY)
+        logits = tl.load(logits_ptr + row_offset[:, None] + offs_v[None, :], mask=mask, other=NEGATIVE_INFINITY)
         logits = logits.to(tl.float32)
         scores = logits * inverse_t[:, None]
         if PASS == "kept":
@@ -121,24 +120,24 @@ def row_statistics_kernel(
             # A NaN fails every comparison; as +inf it wins the maximum and marks the tile.
             scores = tl.where(scores < INFINITY, scores, INFINITY)
             tile_max, argmax = tl.max(scores, axis=1, return_indices=True, return_indices_tie_break_left=True)
-            tl.store(max_ptr + at, tile_max, mask=wanted)
+            tl.store(max_ptr + at, tile_max, mask=exists)
             if not DRAFT:
-                _store_token(plane(stats_ptr, ARGMAX, stride_plane) + at, tile * BLOCK_V + argmax, wanted)
+                _store_token(plane(stats_ptr, ARGMAX, stride_plane) + at, tile * BLOCK_V + argmax, exists)
         if RAW:
             raw_max = tl.max(tl.where(scores < INFINITY, logits, NEGATIVE_INFINITY), axis=1)
             reference = tl.where(raw_max > NEGATIVE_INFINITY, raw_max, 0.0)
             raw_sum = tl.sum(tl.where(scores < INFINITY, tl.exp(logits - reference[:, None]), 0.0), axis=1)
-            tl.store(plane(stats_ptr, RAW_MAX, stride_plane) + at, raw_max, mask=wanted)
-            tl.store(plane(stats_ptr, RAW_SUM, stride_plane) + at, raw_sum, mask=wanted)
+            tl.store(plane(stats_ptr, RAW_MAX, stride_plane) + at, raw_max, mask=exists)
+            tl.store(plane(stats_ptr, RAW_SUM, stride_plane) + at, raw_sum, mask=exists)
         usable = is_good(tile_max)
         if SUMS:
             weight = tl.exp(scores - tl.where(usable, tile_max, 0.0)[:, None])
             weight = tl.where(usable[:, None], weight, 0.0)
             sub_sums = tl.sum(tl.reshape(weight, [BLOCK_R, SUBS, BLOCK_S]), axis=2)  # [BLOCK_R, SUBS]
-            tl.store(plane(stats_ptr, SUM, stride_plane) + at, tl.sum(sub_sums, axis=1), mask=wanted)
+            tl.store(plane(stats_ptr, SUM, stride_plane) + at, tl.sum(sub_sums, axis=1), mask=exists)
             if SUB_SUMS:
                 at_sub = at[:, None] * SUBS + tl.arange(0, SUBS)[None, :]
-                tl.store(plane(stats_ptr, SUB_SUM, stride_plane) + at_sub, sub_sums, mask=wanted[:, None])
+                tl.store(plane(stats_ptr, SUB_SUM, stride_plane) + at_sub, sub_sums, mask=exists[:, None])
         if NOISE:
             tile_best = tl.full([BLOCK_R], NEGATIVE_INFINITY, tl.float32)
             tile_token = tl.zeros([BLOCK_R], tl.int32)
@@ -153,8 +152,8 @@ def row_statistics_kernel(
                 )
                 tile_token = tile * BLOCK_V + token
                 best_so_far = tl.maximum(best_so_far, tile_best)
-            tl.store(plane(stats_ptr, BEST, stride_plane) + at, tile_best, mask=wanted & sampled)
-            _store_token(plane(stats_ptr, BEST_TOKEN, stride_plane) + at, tile_token, wanted & sampled)
+            tl.store(plane(stats_ptr, BEST, stride_plane) + at, tile_best, mask=exists & sampled)
+            _store_token(plane(stats_ptr, BEST_TOKEN, stride_plane) + at, tile_token, exists & sampled)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ LOWEST_KEY = tl.constexpr(-2139095041)
 """Key of -inf."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "num_rows"])
 def threshold_kernel(
     logits_ptr,  # [num_rows, vocab_size]
     stride_logits_row,
@@ -118,7 +118,8 @@ def _largest_key_reached(
         low = tl.max(tl.where(reached, pivots, low), axis=0)
         high = tl.min(tl.where(asked & ~reached, pivots, high), axis=0)
         mass = tl.min(tl.where(reached, masses, mass), axis=0)
-        pivots = low + (high - low + 4) // 5 * (which + 1)
+        step = ((high - low).to(tl.float64) * 0.2).to(tl.int64) + 1
+        pivots = low + step * (which + 1)
     return low, mass
 
 
@@ -127,20 +128,26 @@ def _reaching(
     pivots, logits_ptr, max_ptr, inverse_t, top, vocab_size, num_tiles, KEY_SHIFT: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """How many tokens have a key of at least each pivot, ``[4]`` int32, and their mass relative to the largest's."""
-    count = tl.zeros([4], tl.int32)
-    mass = tl.zeros([4], tl.float64)
-    least = _value(tl.min(pivots, axis=0), KEY_SHIFT) * inverse_t
-    for chunk in range(num_tiles * (BLOCK_V // BLOCK_C)):
-        if tl.load(max_ptr + chunk // (BLOCK_V // BLOCK_C)) >= least:
-            offs_v = chunk * BLOCK_C + tl.arange(0, BLOCK_C)
-            logits = tl.load(logits_ptr + offs_v, mask=offs_v < vocab_size, other=NEGATIVE_INFINITY).to(tl.float32)
-            weight = tl.exp(logits * inverse_t - top)
-            # The lowest pivot is above the key of -inf, which is what lies past the end.
-            reaches = _key(logits, KEY_SHIFT)[None, :] >= pivots.to(tl.int32)[:, None]  # [4, BLOCK_C]
-            count += tl.sum(reaches.to(tl.int32), axis=1)
-            mass += tl.sum(tl.where(reaches, weight[None, :], 0.0), axis=1).to(tl.float64)
-    return count, mass
+    """How many tokens score at least as the logit of each pivot, ``[4]`` int32, and their mass relative to the top's.
+
+    Scores are compared, as they are where tokens are kept: different logits may round to one score.
+    """
+    CHUNKS: tl.constexpr = BLOCK_V // BLOCK_C
+    pivot_scores = _value(pivots, KEY_SHIFT) * inverse_t
+    least = tl.min(pivot_scores, axis=0)
+    count = tl.zeros([4, BLOCK_C], tl.int32)
+    mass = tl.zeros([4, BLOCK_C], tl.float32)  # at most num_tiles * CHUNKS terms each
+    for tile in range(num_tiles):
+        if tl.load(max_ptr + tile) >= least:
+            for chunk in range(CHUNKS):
+                offs_v = tile * BLOCK_V + chunk * BLOCK_C + tl.arange(0, BLOCK_C)
+                logits = tl.load(logits_ptr + offs_v, mask=offs_v < vocab_size, other=NEGATIVE_INFINITY).to(tl.float32)
+                scores = logits * inverse_t
+                weight = tl.exp(scores - top)
+                reaches = (scores[None, :] >= pivot_scores[:, None]) & (logits > NEGATIVE_INFINITY)[None, :]
+                count += reaches.to(tl.int32)
+                mass += tl.where(reaches, weight[None, :], 0.0)
+    return tl.sum(count, axis=1), tl.sum(mass.to(tl.float64), axis=1)
 
 
 @triton.jit

@@ -17,9 +17,11 @@ from dspark.ops.launch import (
     LINE_FIELDS,
     RowConfig,
     check_contiguous,
+    check_devices,
     check_unit_stride,
     contiguous,
     contiguous_sampling,
+    draws_per_program,
     launch,
     padded,
     power_of_two,
@@ -82,7 +84,7 @@ class _Plan:
     @cached_property
     def draw(self) -> tuple[tuple[int], dict[str, Any]]:
         """Grid and constant arguments of ``sample_kernel``."""
-        block_rows = max(1, 1024 // self.sub_columns)
+        block_rows = draws_per_program(self.sub_columns)
         return (-(-self.slots.count // block_rows),), {
             **self._tiles,
             "num_slots": self.slots.count,
@@ -135,8 +137,10 @@ class _Plan:
     def ratio_verdict(self) -> tuple[tuple[int], dict[str, Any]]:
         """Grid and constant arguments of ``ratio_verdict_kernel``."""
         grid, arguments = self._by_request(self.sub_columns)
+        held = max(self.nodes_p2 * self.slots.tiles_p2, self.sub_columns)  # by node, and by the one row drawn from
         return grid, {
             **arguments,
+            "num_warps": verdict_warps(arguments["BLOCK_R"] * held),
             "vocab_size": self.slots.vocab_size,
             "RULE": self.rule,
             "BLOCK_V": self.slots.config.block_vocab,
@@ -214,6 +218,15 @@ def accept_triton(
         ValueError: a tensor's layout or the workspace does not serve.
     """
     check_unit_stride("target_logits", target_logits)
+    check_devices(
+        target_logits.device,
+        tokens=tokens,
+        query_start=query_start,
+        position=position,
+        temperature=sampling.temperature,
+        seed=sampling.seed,
+        q=q.logits if isinstance(q, DenseQ) else q.tokens if isinstance(q, SparseQ) else None,
+    )
     for name in _OUT:
         check_contiguous(f"out.{name}", getattr(out, name))
     vocab_size = target_logits.shape[1]

@@ -198,7 +198,7 @@ class _Model:
         return self.call.itemsize + (self.call.q_itemsize if self.call.q == "dense" else 0)
 
     def _draw_from_target(self) -> int:
-        return 8 * self.subtiles + self.sub_tile * self.call.itemsize
+        return 4 * self.tiles + 4 * self.subtiles + self.sub_tile * self.call.itemsize
 
     def _emit(self) -> None:
         emitted = sum(self.call.emitted)

@@ -1,7 +1,9 @@
 """How the kernels over rows of logits are launched: tile sizes as plain functions of shapes, and the scratch memory.
 
 Tile sizes depend on the vocabulary (and, for what one program holds of a request, on the most nodes of a request), so a
-row's result does not depend on its batch (contract C8).
+row's result does not depend on its batch (contract C8). The compiler orders the sum within a tile by how it loads it,
+so this holds between rows of one dtype whose base and stride are all multiples of 16 (such rows load 16 bytes at a
+time), and between rows where they are not.
 """
 
 from __future__ import annotations
@@ -80,6 +82,11 @@ def requests_per_program(nodes_p2: int, columns: int) -> int:
     return max(1, 512 // (nodes_p2 * columns))
 
 
+def draws_per_program(columns: int) -> int:
+    """Rows that a program draws a token from: as many as make 1,024 entries of ``columns`` per row."""
+    return max(1, 1024 // columns)
+
+
 def verdict_warps(entries: int) -> int:
     """Warps for a verdict program that holds so many entries."""
     return 8 if entries > 4096 else 4
@@ -137,6 +144,17 @@ def check_contiguous(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}")
 
 
+def check_devices(device: torch.device, **tensors: Tensor | None) -> None:
+    """Check that all tensors of a call are where its logits are.
+
+    Raises:
+        ValueError: one is elsewhere.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{name}: expected device {device}, got {tensor.device}")
+
+
 def contiguous(tensor: Tensor) -> Tensor:
     """A small tensor as the kernels read it; copied only where it has to be."""
     return tensor if tensor.is_contiguous() else tensor.contiguous()
@@ -181,12 +199,17 @@ def recorded_launches() -> Iterator[list[Launch]]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
-    """Launch a kernel; every launch of the package goes through here.
+    """Launch a kernel on the device of its tensors; every launch of the package goes through here.
 
     Products and sums are not fused, so that a perturbed score is the sum that the reference rounds.
     """
     arguments["enable_fp_fusion"] = False
-    if _recorded is None:
-        kernel[grid](**arguments)
-    else:
+    if _recorded is not None:
         _recorded.append(Launch(kernel, grid, arguments))
+        return
+    device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            kernel[grid](**arguments)
+    else:
+        kernel[grid](**arguments)

@@ -106,10 +106,13 @@ def entry_of_launch(
     num_warps, num_stages = arguments.pop("num_warps", 4), arguments.pop("num_stages", 3)
     options = {key: arguments.pop(key) for key in _OPTIONS if key in arguments}
     for key, value in arguments.items():
-        if key.isupper() or value is None or (isinstance(value, int) and value == 1):
+        specialised = key not in _UNSPECIALISED
+        if key.isupper() or value is None or (specialised and isinstance(value, int) and value == 1):
             constexprs[key] = value
             continue
         signature[key] = _type_of(key, value)
+        if not specialised:
+            continue
         multiple = value.storage_offset() * value.itemsize if isinstance(value, Tensor) else value
         if isinstance(multiple, int) and multiple % 16 == 0:
             aligned.append(key)
@@ -126,6 +129,10 @@ def entry_of_launch(
         claims=claims or {},
         options=options,
     )
+
+
+_UNSPECIALISED = ("num_rows", "num_slots", "num_requests", "num_lines")
+"""Arguments that change from call to call: the kernels ask Triton not to make a variant for each kind of value."""
 
 
 def _type_of(name: str, value: object) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from dspark.ops import library
 from dspark.ops.backend import resolve
 from dspark.ops.checks import FLOAT_DTYPES, check_dtype, check_sampling, check_shape, fits, sampling_fits
-from dspark.ops.launch import contiguous, contiguous_sampling
+from dspark.ops.launch import check_devices, contiguous, contiguous_sampling
 from dspark.ops.philox import gumbel
 from dspark.ops.types import Backend, Sampling, Stream
 
@@ -70,6 +70,7 @@ def sample(
     from dspark.ops.statistics_triton import Rows
 
     out = position.new_empty(logits.shape[:1]) if out is None else out
+    check_devices(logits.device, position=position, request=request, salt=salt, seed=sampling.seed)
     request, salt = (None if t is None else contiguous(t) for t in (request, salt))
     rows = Rows(logits, contiguous_sampling(sampling), contiguous(position), None, request, salt, stream)
     sample_triton(rows, out, workspace)
@@ -160,6 +161,7 @@ def truncate(
     from dspark.ops.statistics_triton import Rows
 
     out = logits.new_empty(logits.shape[:1], dtype=torch.float32) if out is None else out
+    check_devices(logits.device, request=request, seed=sampling.seed)
     request = None if request is None else contiguous(request)
     truncate_triton(Rows(logits, contiguous_sampling(sampling), None, None, request), out, workspace)
     return out

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dspark.ops.launch import RowConfig, check_contiguous, check_unit_stride, launch, padded, row_config, scratch
+from dspark.ops.launch import (
+    RowConfig,
+    check_contiguous,
+    check_unit_stride,
+    draws_per_program,
+    launch,
+    padded,
+    row_config,
+    scratch,
+)
 from dspark.ops.statistics_triton import Rows, Slots, gather_statistics, slots_of
 
 
@@ -35,7 +44,7 @@ def sample_triton(rows: Rows, out: Tensor, workspace: Tensor | None, config: Row
     noise = not rows.sampling.all_greedy
     kept = threshold if rows.truncated else None
     gather_statistics(rows, slots, planes, kept, noise=noise, sums=False, sub_sums=False, raw=False)
-    block_rows = max(1, 1024 // slots.tiles_p2)
+    block_rows = draws_per_program(slots.tiles_p2)
     launch(
         sample_kernel,
         (-(-num_rows // block_rows),),

@@ -17,7 +17,7 @@ from dspark.ops.launch import recorded_launches
 from dspark.ops.process import process_logits
 from dspark.ops.registry import NVIDIA_TARGETS, Budget, KernelEntry, budgets, entry_of_launch
 from dspark.ops.sample import sample, truncate
-from dspark.ops.types import DenseQ, Processors, Rule, Sampling
+from dspark.ops.types import DenseQ, DraftDistribution, Processors, Rule, Sampling, SparseQ
 
 VOCAB_SIZE, DRAFTS, REQUESTS = 151_936, 7, 64
 NODES = DRAFTS + 1
@@ -25,13 +25,13 @@ ROWS = REQUESTS * NODES
 
 _BUDGETS = {
     "chain_verdict_kernel": budgets(Budget(128, 16_384), amd=Budget(128, 16_384)),
-    "process_logits_kernel": budgets(Budget(128, 16_384), amd=Budget(128, 16_384)),
+    "process_logits_kernel": budgets(Budget(144, 16_384), amd=Budget(128, 16_384)),
     "ratio_kernel": budgets(Budget(255, 65_536), amd=Budget(256, 65_536)),
     "ratio_verdict_kernel": budgets(Budget(255, 65_536), amd=Budget(256, 65_536)),
     "residual_mass_kernel": budgets(Budget(128, 16_384), amd=Budget(128, 16_384)),
     "row_statistics_kernel": budgets(Budget(128, 16_384), amd=Budget(128, 16_384)),
     "sample_kernel": budgets(Budget(128, 16_384), amd=Budget(128, 16_384)),
-    "threshold_kernel": budgets(Budget(128, 16_384), amd=Budget(128, 16_384)),
+    "threshold_kernel": budgets(Budget(176, 16_384), amd=Budget(128, 16_384)),
 }
 """The most that one program of a kernel may use, whatever its configuration."""
 
@@ -50,9 +50,11 @@ def _sampling(requests: int = REQUESTS, truncated: bool = False) -> Sampling:
     return Sampling(number, meta(requests), number, number, meta(requests), any_truncation=truncated)
 
 
-def _accept(rule: Rule, q: DenseQ | None = None, truncated: bool = False) -> None:
+def _accept(
+    rule: Rule, q: DraftDistribution | None = None, truncated: bool = False, vocab_size: int = VOCAB_SIZE
+) -> None:
     accept(
-        meta(ROWS, VOCAB_SIZE, dtype=torch.bfloat16),
+        meta(ROWS, vocab_size, dtype=torch.bfloat16),
         meta(ROWS),
         meta(REQUESTS + 1),
         rule=rule,
@@ -66,6 +68,11 @@ def _accept(rule: Rule, q: DenseQ | None = None, truncated: bool = False) -> Non
 
 def _accept_dense(rule: Rule) -> None:
     _accept(rule, DenseQ(meta(REQUESTS, DRAFTS, VOCAB_SIZE, dtype=torch.bfloat16)))
+
+
+def _accept_sparse() -> None:
+    tokens = meta(REQUESTS, DRAFTS, 32)
+    _accept("ratio", SparseQ(tokens, meta(REQUESTS, DRAFTS, 32, dtype=torch.float32)), truncated=True)
 
 
 def _sample() -> None:
@@ -97,10 +104,12 @@ def _process() -> None:
 
 CALLS: dict[str, Callable[[], None]] = {
     "coupled": lambda: _accept("coupled"),
+    "coupled, 50257": lambda: _accept("coupled", vocab_size=50_257),
     "coupled, truncated": lambda: _accept("coupled", truncated=True),
     "match": lambda: _accept("match"),
     "ratio": lambda: _accept_dense("ratio"),
     "block": lambda: _accept_dense("block"),
+    "ratio, sparse and truncated": _accept_sparse,
     "sample": _sample,
     "truncate": _truncate,
     "process_logits": _process,
@@ -127,7 +136,7 @@ def shipped_kernels(calls: Sequence[str] = tuple(CALLS)) -> tuple[KernelEntry, .
                 f"{call}: {function.removesuffix('_kernel')}{number}",
                 launch,
                 _BUDGETS.get(function, {}),
-                _CLAIMS.get(function),
+                _CLAIMS.get(function) if "50257" not in call else None,
             )
             compiled = (entry.kernel, entry.signature, entry.constexprs, entry.aligned, entry.num_warps)
             if compiled not in seen:

@@ -85,13 +85,9 @@ class Slots:
 
     @cached_property
     def grid(self) -> tuple[int, int]:
-        """Programs of the statistics pass."""
+        """Programs of the statistics pass; those of a row take its tiles in turn."""
         row_programs = -(-self.count // self.config.block_rows)
-        return row_programs, -(-self.num_tiles // self._tiles_per_program)
-
-    @cached_property
-    def _tiles_per_program(self) -> int:
-        return tiles_per_program(-(-self.count // self.config.block_rows) * self.num_tiles)
+        return row_programs, -(-self.num_tiles // tiles_per_program(row_programs * self.num_tiles))
 
     @cached_property
     def statistics(self) -> dict[str, Any]:
@@ -102,7 +98,6 @@ class Slots:
             "vocab_size": self.vocab_size,
             "num_tiles": self.num_tiles,
             "NODES": self.nodes,
-            "TILES_PER_PROGRAM": self._tiles_per_program,
             "BLOCK_R": self.config.block_rows,
             "BLOCK_V": self.config.block_vocab,
             "BLOCK_S": self.config.block_sub,
@@ -121,7 +116,7 @@ class Slots:
             "TILES": self.tiles_p2,
             "BLOCK_V": self.config.block_vocab,
             "BLOCK_C": self.config.block_sub,
-            "num_warps": self.config.num_warps,
+            "num_warps": 4,
         }
 
 

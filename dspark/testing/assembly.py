@@ -20,7 +20,8 @@ class Reading:
 
     Attributes:
         registers: per thread.
-        spills: bytes per thread of stack (NVIDIA), or spilled registers and bytes of scratch (AMD); 0 is none.
+        spills: bytes per thread of stack (NVIDIA), or spilled vector registers and bytes of scratch (AMD); 0 is none.
+        scalar_spills: scalar registers of AMD that live in lanes of vector registers; they do not reach memory.
         load_bits, store_bits: widths of the accesses to global memory, widest first.
         matrix: matrix instructions, each name with its count.
         instructions: every opcode.
@@ -28,6 +29,7 @@ class Reading:
 
     registers: int
     spills: int
+    scalar_spills: int
     load_bits: tuple[int, ...]
     store_bits: tuple[int, ...]
     matrix: dict[str, int]
@@ -55,6 +57,7 @@ def read_nvidia(sass: str, resources: str) -> Reading:
     return Reading(
         registers=int(usage["REG"]),
         spills=int(usage["STACK"]) + int(usage["LOCAL"]) or local,
+        scalar_spills=0,
         load_bits=_widest_first(loads),
         store_bits=_widest_first(stores),
         matrix=_count(opcode.split(".")[0] for opcode in opcodes if _SASS_MATRIX.fullmatch(opcode.split(".")[0])),
@@ -69,8 +72,8 @@ def read_amd(assembly: str) -> Reading:
         ValueError: the metadata is missing.
     """
     usage = {name: int(value) for name, value in re.findall(r"^\s+(?:- )?\.(\w+):\s+(\d+)$", assembly, re.MULTILINE)}
-    spills = ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
-    if not usage.keys() >= {"vgpr_count", *spills}:
+    spills = ("vgpr_spill_count", "private_segment_fixed_size")
+    if not usage.keys() >= {"vgpr_count", "sgpr_spill_count", *spills}:
         raise ValueError("not AMD assembly with metadata of one kernel")
     opcodes = _AMD.findall(assembly.partition(".section\t.rodata")[0])
     accesses: dict[str, set[int]] = {"load": set(), "store": set()}
@@ -80,6 +83,7 @@ def read_amd(assembly: str) -> Reading:
     return Reading(
         registers=usage["vgpr_count"],
         spills=sum(usage[name] for name in spills),
+        scalar_spills=usage["sgpr_spill_count"],
         load_bits=_widest_first(accesses["load"]),
         store_bits=_widest_first(accesses["store"]),
         matrix=_count(opcode for opcode in opcodes if opcode.startswith(("v_mfma", "v_smfmac"))),

@@ -66,6 +66,15 @@ def _disassemble(cubin: bytes) -> dict[str, str]:
     return texts
 
 
+def _describe(error: BaseException | None) -> str:
+    """An error and its causes: the compiler's own message says where, and what is behind it says why."""
+    lines = []
+    while error is not None:
+        lines.append(f"{type(error).__name__}: {error}")
+        error = error.__cause__ or error.__context__
+    return "\n".join(lines)
+
+
 def main() -> None:
     request = json.load(sys.stdin)
     sys.path[:0] = request["path"]
@@ -73,7 +82,7 @@ def main() -> None:
         try:
             result = compile_job(job)
         except Exception as error:
-            result = {"error": f"{type(error).__name__}: {error}"}
+            result = {"error": _describe(error)}
         sys.stdout.write(json.dumps({"key": job["key"], **result}) + "\n")
         sys.stdout.flush()
 

@@ -210,7 +210,7 @@ def test_a_request_that_never_fits() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rule": "typical"}, "rule: expected one of coupled, ratio, got 'typical'"),
+        ({"rule": "typical"}, "rule: expected one of coupled, ratio, block, match, got 'typical'"),
         ({"draft_len": 8}, "draft_len: expected 0 to the drafter's block size 7, got 8"),
         ({"draft_len": -1}, "draft_len: expected 0 to the drafter's block size 7, got -1"),
         ({"max_batch": 0}, "max_batch: expected at least 1, got 0"),

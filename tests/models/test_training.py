@@ -23,11 +23,14 @@ from dspark.models.training.drafter import DrafterTraining, Rollouts, block_loss
 from dspark.models.training.export import save_drafter, save_target
 from dspark.models.training.loop import initialise, learning_rate
 from dspark.models.training.prompts import openings, write_prompts
-from dspark.models.training.target import TargetTraining, language_model_loss, train_target
+from dspark.models.training.rollouts import roll_out
+from dspark.models.training.target import TargetTraining, causal_attend, language_model_loss, train_target
 from dspark.models.transformer import CausalLM
 from dspark.ops.sample import transform
 from dspark.requests import SamplingParams, batch_sampling
+from tests.ops.helpers import chi_square_pvalue
 from tests.small import small_drafter, small_model
+from tests.tolerances import CHI_SQUARE
 
 VOCAB = 40
 MODEL = small_model(VOCAB, hidden_size=32, intermediate_size=48, head_dim=16, tie_word_embeddings=True)
@@ -232,3 +235,26 @@ def test_prompts_come_from_held_out_texts(corpus: list[Document], tmp_path: Path
     assert all(any(d.source == p.source and d.text.startswith(p.text) for d in held_out) for p in prompts)
     write_prompts(tmp_path / "prompts.jsonl", prompts)
     assert len((tmp_path / "prompts.jsonl").read_text(encoding="utf-8").splitlines()) == 4
+
+
+def test_rollouts_continue_prompts_as_the_target_would() -> None:
+    """Greedy rows are plain decoding's; sampled rows have the target's law."""
+    network = CausalLM(MODEL)
+    initialise(network, seed=0, std=0.3)
+    prompts = torch.randint(MODEL.vocab_size, (6, 5), generator=torch.Generator().manual_seed(1))
+    greedy = torch.stack(list(roll_out(network, prompts, torch.zeros(6), 4, seed=0)), 1)
+    text = prompts
+    for step in range(4):
+        positions = torch.arange(text.shape[1]).expand(6, -1)
+        with torch.inference_mode():
+            hidden, _ = network(text, positions, causal_attend)
+            expected = network.logits(hidden[:, -1]).argmax(-1)
+        assert torch.equal(greedy[:, step], expected)
+        text = torch.cat([text, expected[:, None]], 1)
+
+    rows = 20_000
+    with torch.inference_mode():
+        hidden, _ = network(prompts[:1], torch.arange(5)[None], causal_attend)
+        probs = (network.logits(hidden[0, -1]) / 0.8).softmax(-1)
+    drawn = next(roll_out(network, prompts[:1].expand(rows, -1), torch.full((rows,), 0.8), 1, seed=2))
+    assert chi_square_pvalue(drawn, probs) > CHI_SQUARE

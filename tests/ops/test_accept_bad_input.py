@@ -147,6 +147,7 @@ def test_p07_padding_in_a_sparse_q_is_no_index(rule: Rule, backend: Backend) -> 
     assert isinstance(q, SparseQ)
     assert (q.tokens == -1).any()
     clean = batch.accept(rule)
+    assert torch.equal(clean.tokens, replace(batch, form="dense").accept(rule).tokens)
     pad = torch.full_like(q.tokens[..., :2], -1)
     for value in (NAN, INF, 0.0):
         beside = torch.full_like(q.logprobs[..., :2], value)

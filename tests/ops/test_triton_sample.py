@@ -170,6 +170,34 @@ def test_thresholds_equal_the_reference(
         assert (above - top_p).abs() < CUT or (probs[differs] / probs.max() - min_p).abs().max() < CUT
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_scores_that_tie_though_their_logits_differ_are_kept_together(dtype: torch.dtype) -> None:
+    """Top-k keeps both, so top-p is of the mass of both."""
+    zeros = torch.tensor([[0.6931, 0.0, -0.0, -5.0]]).to(dtype)
+    sampling = make_sampling([1.0], 2, 0.6, seed=[1])
+    assert torch.equal(thresholds(zeros, sampling), truncate(zeros, sampling, backend="reference"))
+    temperature = 0.7
+    inverse = torch.ones(1) / temperature
+    z = torch.linspace(0.5, 1.5, 4001)
+    below = torch.nextafter(z, torch.zeros_like(z))
+    z, below = (x[z * inverse == below * inverse] for x in (z, below))
+    assert len(z) > 10
+    merged = torch.stack([z + temperature * 0.6931, z, below, z - 9], 1)[:4]
+    sampling = make_sampling([temperature] * 4, 2, 0.6, seed=[1, 2, 3, 4])
+    assert torch.equal(thresholds(merged, sampling), truncate(merged, sampling, backend="reference"))
+
+
+def test_strided_vectors_serve() -> None:
+    logits, position = randn(3, 20, seed=5), torch.arange(6)
+    spread = torch.tensor([1, 7, 2, 7, 3, 7])
+    sampling = make_sampling([1.0] * 3, seed=[1, 2, 3])
+    strided = replace(sampling, seed=spread[::2], temperature=torch.ones(1).expand(3))
+    expected = sample(logits, sampling, position[::2], backend="reference")
+    assert torch.equal(sample(logits, strided, position[::2], backend="triton"), expected)
+    with pytest.raises(ValueError, match="out: expected a contiguous tensor"):
+        sample(logits, sampling, position[::2], out=torch.empty(6, dtype=torch.int64)[::2], backend="triton")
+
+
 def test_truncated_and_whole_rows_of_one_batch() -> None:
     logits = randn(5, 40, seed=2)
     sampling = make_sampling(

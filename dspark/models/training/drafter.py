@@ -47,11 +47,11 @@ class DrafterTraining(Training):
     """
 
     steps: int = 7200
-    batch: int = 8
+    batch: int = 4
     peak_rate: float = 1.5e-3
     weight_decay: float = 0.05
     seed: int = 1
-    anchors: int = 24
+    anchors: int = 48
     ce_weight: float = 0.1
     tv_weight: float = 0.9
     confidence_weight: float = 1.0
