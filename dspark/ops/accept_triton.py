@@ -284,7 +284,8 @@ def _accept_drawn(
     if match:
         drawn = regions[2].view(torch.int64)
         grid, constants = plan.draw
-        arguments = {key: value for key, value in read.items() if key != "tokens_ptr"}
+        arguments = dict(read)
+        del arguments["tokens_ptr"]
         launch(
             sample_kernel,
             grid,
@@ -323,7 +324,8 @@ def _accept_ratio(
     launch(ratio_kernel, grid, **constants, **given, **drawn, q_stats_ptr=draft_planes)
     if sampled and plan.nodes > 1:
         mass_grid, constants = plan.mass
-        weighed = {key: value for key, value in given.items() if key != "stats_ptr"}
+        weighed = dict(given)
+        del weighed["stats_ptr"]
         launch(residual_mass_kernel, mass_grid, **constants, **weighed, mass_ptr=mass)
     grid, constants = plan.ratio_verdict
     launch(ratio_verdict_kernel, grid, **constants, **given, **drawn, **written, mass_ptr=mass, SAMPLED=sampled)
