@@ -143,13 +143,13 @@ def accept_workspace(
 
 def _empty(position: Tensor, max_query_len: int) -> Verdict:
     """A verdict to be written."""
-    tokens = position.new_empty((position.shape[0], max_query_len))
+    device, per_request = position.device, position.shape[0]
     return Verdict(
-        tokens=tokens,
-        num_emitted=torch.empty_like(position),
-        path=torch.empty_like(tokens),
-        logprobs=torch.empty_like(tokens, dtype=torch.float32),
-        status=torch.empty_like(position),
+        tokens=torch.empty(per_request, max_query_len, dtype=torch.int64, device=device),
+        num_emitted=torch.empty(per_request, dtype=torch.int64, device=device),
+        path=torch.empty(per_request, max_query_len, dtype=torch.int64, device=device),
+        logprobs=torch.empty(per_request, max_query_len, dtype=torch.float32, device=device),
+        status=torch.empty(per_request, dtype=torch.int64, device=device),
     )
 
 

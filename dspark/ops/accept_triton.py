@@ -7,7 +7,7 @@ when q is dense, the residual's mass only when something is drafted and sampled.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -223,7 +223,6 @@ def accept_triton(
         tokens=tokens,
         query_start=query_start,
         position=position,
-        temperature=sampling.temperature,
         seed=sampling.seed,
         q=q.logits if isinstance(q, DenseQ) else q.tokens if isinstance(q, SparseQ) else None,
     )
@@ -266,12 +265,25 @@ def accept_triton(
         _accept_ratio(rows, plan, regions, q, verdict, written)
 
 
+@cache
+def _chain_kernels() -> tuple[Any, Any]:
+    from dspark.kernels.chain import chain_verdict_kernel, sample_kernel
+
+    return chain_verdict_kernel, sample_kernel
+
+
+@cache
+def _ratio_kernels() -> tuple[Any, Any, Any]:
+    from dspark.kernels.ratio import ratio_kernel, ratio_verdict_kernel, residual_mass_kernel
+
+    return ratio_kernel, residual_mass_kernel, ratio_verdict_kernel
+
+
 def _accept_drawn(
     rows: Rows, plan: _Plan, regions: tuple[Tensor, ...], read: dict[str, Any], written: dict[str, Any]
 ) -> None:
     """``coupled`` and ``match``."""
-    from dspark.kernels.chain import chain_verdict_kernel, sample_kernel
-
+    chain_verdict_kernel, sample_kernel = _chain_kernels()
     sampled = not rows.sampling.all_greedy
     match = sampled and plan.rule == "match"
     noise = sampled and not match
@@ -284,21 +296,18 @@ def _accept_drawn(
     if match:
         drawn = regions[2].view(torch.int64)
         grid, constants = plan.draw
-        arguments = dict(read)
+        arguments = constants | read
         del arguments["tokens_ptr"]
-        launch(
-            sample_kernel,
-            grid,
-            **constants,
-            **arguments,
-            seed_ptr=rows.sampling.seed,
-            position_ptr=rows.position,
-            threshold_ptr=threshold,
-            request_ptr=None,
-            token_ptr=drawn,
-        )
+        arguments |= {
+            "seed_ptr": rows.sampling.seed,
+            "position_ptr": rows.position,
+            "threshold_ptr": threshold,
+            "request_ptr": None,
+            "token_ptr": drawn,
+        }
+        launch(sample_kernel, grid, arguments)
     grid, constants = plan.chain_verdict
-    launch(chain_verdict_kernel, grid, **constants, **read, **written, drawn_ptr=drawn, NOISE=noise)
+    launch(chain_verdict_kernel, grid, constants | read | written | {"drawn_ptr": drawn, "NOISE": noise})
 
 
 def _accept_ratio(
@@ -310,25 +319,27 @@ def _accept_ratio(
     written: dict[str, Any],
 ) -> None:
     """``ratio`` and ``block``."""
-    from dspark.kernels.ratio import ratio_kernel, ratio_verdict_kernel, residual_mass_kernel
-
+    ratio_kernel, residual_mass_kernel, ratio_verdict_kernel = _ratio_kernels()
     planes, threshold, draft_planes, lines, mass = regions
     sampled = not rows.sampling.all_greedy
     kept = threshold if rows.truncated else None
     gather_statistics(rows, plan.slots, planes, kept, noise=False, sums=True, sub_sums=sampled, raw=written["RAW"])
     if isinstance(q, DenseQ) and plan.nodes > 1:
         gather_draft_statistics(q.logits, read["query_start_ptr"], read["num_rows"], plan.draft_slots, draft_planes)
-    given = {**read, **_draft_arguments(q), "threshold_ptr": kept, "line_ptr": lines}
+    read |= _draft_arguments(q)
+    read |= {"threshold_ptr": kept, "line_ptr": lines}
     drawn = {"seed_ptr": rows.sampling.seed, "position_ptr": rows.position}
     grid, constants = plan.ratio
-    launch(ratio_kernel, grid, **constants, **given, **drawn, q_stats_ptr=draft_planes)
+    launch(ratio_kernel, grid, constants | read | drawn | {"q_stats_ptr": draft_planes})
     if sampled and plan.nodes > 1:
         mass_grid, constants = plan.mass
-        weighed = dict(given)
+        weighed = constants | read | {"mass_ptr": mass}
         del weighed["stats_ptr"]
-        launch(residual_mass_kernel, mass_grid, **constants, **weighed, mass_ptr=mass)
+        launch(residual_mass_kernel, mass_grid, weighed)
     grid, constants = plan.ratio_verdict
-    launch(ratio_verdict_kernel, grid, **constants, **given, **drawn, **written, mass_ptr=mass, SAMPLED=sampled)
+    last = constants | read | drawn | written
+    last |= {"mass_ptr": mass, "SAMPLED": sampled}
+    launch(ratio_verdict_kernel, grid, last)
 
 
 def _draft_arguments(q: DraftDistribution | None) -> dict[str, Any]:

@@ -186,7 +186,7 @@ def recorded_launches() -> Iterator[list[Launch]]:
     """Within the block, kernels are not run; the list that this yields says what would have been.
 
     >>> with recorded_launches() as launches:
-    ...     launch("kernel", (4, 1), BLOCK=16)
+    ...     launch("kernel", (4, 1), {"BLOCK": 16})
     >>> launches[0].grid
     (4, 1)
     """
@@ -198,10 +198,11 @@ def recorded_launches() -> Iterator[list[Launch]]:
         _recorded = before
 
 
-def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
     """Launch a kernel on the device of its tensors; every launch of the package goes through here.
 
-    Products and sums are not fused, so that a perturbed score is the sum that the reference rounds.
+    ``arguments`` is the kernel's alone, by name, and is added to. Products and sums are not fused, so that a perturbed
+    score is the sum that the reference rounds.
     """
     arguments["enable_fp_fusion"] = False
     if _recorded is not None:

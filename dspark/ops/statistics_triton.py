@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -120,6 +120,15 @@ class Slots:
         }
 
 
+@cache
+def _kernels() -> tuple[Any, Any]:
+    """The kernels, imported at the first launch: a machine without triton has the references."""
+    from dspark.kernels.statistics import row_statistics_kernel
+    from dspark.kernels.threshold import threshold_kernel
+
+    return row_statistics_kernel, threshold_kernel
+
+
 slots_of = lru_cache(maxsize=256)(Slots)
 
 
@@ -146,9 +155,7 @@ def gather_statistics(
         sub_sums: see there.
         raw: sum the logits as they are.
     """
-    from dspark.kernels.statistics import row_statistics_kernel
-    from dspark.kernels.threshold import threshold_kernel
-
+    row_statistics_kernel, threshold_kernel = _kernels()
     logits, sampling = rows.logits, rows.sampling
     num_rows = logits.shape[0]
     shared = {
@@ -164,9 +171,8 @@ def gather_statistics(
         "stats_ptr": planes,
         "num_rows": num_rows,
     }
-    statistics = {
-        **slots.statistics,
-        **shared,
+    statistics = slots.statistics | shared
+    statistics |= {
         "stride_logits_request": 0,
         "seed_ptr": sampling.seed,
         "position_ptr": rows.position,
@@ -177,12 +183,13 @@ def gather_statistics(
         "SUB_SUMS": sub_sums,
     }
     if threshold is None:
-        launch(row_statistics_kernel, slots.grid, **statistics, PASS="only", SUMS=sums, RAW=raw)
+        statistics |= {"PASS": "only", "SUMS": sums, "RAW": raw}
+        launch(row_statistics_kernel, slots.grid, statistics)
         return
-    launch(row_statistics_kernel, slots.grid, **statistics, PASS="first", SUMS=True, RAW=True)
-    launch(threshold_kernel, (slots.count,), **slots.threshold, **shared, KEY_SHIFT=_KEY_SHIFT[logits.dtype])
+    launch(row_statistics_kernel, slots.grid, statistics | {"PASS": "first", "SUMS": True, "RAW": True})
+    launch(threshold_kernel, (slots.count,), slots.threshold | shared | {"KEY_SHIFT": _KEY_SHIFT[logits.dtype]})
     if noise or sums or sub_sums:
-        launch(row_statistics_kernel, slots.grid, **statistics, PASS="kept", SUMS=sums, RAW=False)
+        launch(row_statistics_kernel, slots.grid, statistics | {"PASS": "kept", "SUMS": sums, "RAW": False})
 
 
 _DRAFT_CONSTANTS: dict[str, Any] = {
@@ -210,17 +217,14 @@ def gather_draft_statistics(logits: Tensor, query_start: Tensor, num_rows: int, 
 
     ``planes`` is ``[slots.draft_elements]`` float32, and is written.
     """
-    from dspark.kernels.statistics import row_statistics_kernel
-
-    launch(
-        row_statistics_kernel,
-        slots.grid,
-        **slots.statistics,
-        **_DRAFT_CONSTANTS,
-        logits_ptr=logits,
-        stride_logits_request=logits.stride(0),
-        stride_logits_row=logits.stride(1),
-        query_start_ptr=query_start,
-        stats_ptr=planes,
-        num_rows=num_rows,
-    )
+    row_statistics_kernel, _ = _kernels()
+    arguments = slots.statistics | _DRAFT_CONSTANTS
+    arguments |= {
+        "logits_ptr": logits,
+        "stride_logits_request": logits.stride(0),
+        "stride_logits_row": logits.stride(1),
+        "query_start_ptr": query_start,
+        "stats_ptr": planes,
+        "num_rows": num_rows,
+    }
+    launch(row_statistics_kernel, slots.grid, arguments)
