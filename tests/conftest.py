@@ -18,6 +18,3 @@ settings.register_profile("full", deadline=None, max_examples=500, print_blob=Tr
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 torch.set_num_threads(1)
-
-# Kernels run on CPU tensors in Triton's interpreter; read when dspark is imported, which happens after this file.
-os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -11,6 +11,7 @@ from dspark.kernels.rows import (
     BEST,
     BEST_TOKEN,
     MAX,
+    NEGATIVE_INFINITY,
     RAW_MAX,
     RAW_SUM,
     SUB_SUM,
@@ -25,7 +26,6 @@ from dspark.kernels.rows import (
     plane,
 )
 
-NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 BAD_LOGITS = tl.constexpr(1)
 """``Status.BAD_LOGITS``."""
 RESIDUAL = tl.constexpr(3)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dspark.kernels.chain import draw_from_target, emit, first_where, nodes_of_program, spread, token_of
+from dspark.kernels.chain import RESIDUAL, draw_from_target, emit, first_where, nodes_of_program, spread, token_of
 from dspark.kernels.noise import uniform
 from dspark.kernels.rows import (
     ARGMAX,
     MAX,
+    NEGATIVE_INFINITY,
     first_beyond,
     inverse_temperature,
     is_good,
@@ -23,11 +24,8 @@ from dspark.kernels.rows import (
     locate,
 )
 
-NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 ACCEPT = tl.constexpr(2)
 """``Stream.ACCEPT``."""
-RESIDUAL = tl.constexpr(3)
-"""``Stream.RESIDUAL``."""
 # A line of what the residual's passes need, of a request ("ratio") or of a slot ("block"):
 P_OFFSET = tl.constexpr(0)  # w p = exp(score - P_OFFSET) * P_FACTOR
 P_FACTOR = tl.constexpr(1)  # 0: there is no residual

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
+
 # Planes of a statistics buffer: float32 [planes, slots, num_tiles], ints stored as their bits.
 MAX = tl.constexpr(0)  # of the scaled scores; +inf marks a bad tile
 SUM = tl.constexpr(1)  # of exp(score - tile maximum)
@@ -93,7 +95,7 @@ def load_plane(plane_ptr, slot, mask, other, stride, COLUMNS: tl.constexpr, num_
 def load_sums(stats_ptr, stride_plane, slot, mask, num_tiles, TILES: tl.constexpr):
     """Merged maximum (float32) and sum (float64) of the scaled scores of each row."""
     return merge_sums(
-        load_plane(plane(stats_ptr, MAX, stride_plane), slot, mask, float("-inf"), num_tiles, TILES),
+        load_plane(plane(stats_ptr, MAX, stride_plane), slot, mask, NEGATIVE_INFINITY, num_tiles, TILES),
         load_plane(plane(stats_ptr, SUM, stride_plane), slot, mask, 0.0, num_tiles, TILES),
     )
 
@@ -104,7 +106,7 @@ def load_best(
 ):
     """The largest value of each row in plane ``VALUE``, and its token in plane ``TOKEN``."""
     token = load_plane(plane(stats_ptr, TOKEN, stride_plane), slot, mask, 0.0, num_tiles, TILES)
-    value = load_plane(plane(stats_ptr, VALUE, stride_plane), slot, mask, float("-inf"), num_tiles, TILES)
+    value = load_plane(plane(stats_ptr, VALUE, stride_plane), slot, mask, NEGATIVE_INFINITY, num_tiles, TILES)
     return best_of(value, token.to(tl.int32, bitcast=True))
 
 

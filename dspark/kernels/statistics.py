@@ -11,6 +11,7 @@ from dspark.kernels.rows import (
     BEST,
     BEST_TOKEN,
     MAX,
+    NEGATIVE_INFINITY,
     RAW_MAX,
     RAW_SUM,
     SUB_SUM,
@@ -22,7 +23,6 @@ from dspark.kernels.rows import (
     plane,
 )
 
-NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 INFINITY = tl.constexpr(float("inf"))
 
 

@@ -10,9 +10,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dspark.kernels.rows import MAX, RAW_MAX, SUM, inverse_temperature, is_good, is_truncated, locate, plane
+from dspark.kernels.rows import (
+    MAX,
+    NEGATIVE_INFINITY,
+    RAW_MAX,
+    SUM,
+    inverse_temperature,
+    is_good,
+    is_truncated,
+    locate,
+    plane,
+)
 
-NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 LOWEST_KEY = tl.constexpr(-2139095041)
 """Key of -inf."""
 
