@@ -19,7 +19,6 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from dspark.ops import library
 from dspark.ops.accept_reference import accept_reference
 from dspark.ops.backend import resolve
 from dspark.ops.checks import (
@@ -31,6 +30,7 @@ from dspark.ops.checks import (
     has_dimensions,
     sampling_fits,
 )
+from dspark.ops.library import rows as library
 from dspark.ops.types import (
     Backend,
     DenseQ,

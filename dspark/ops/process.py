@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dspark.ops import library
 from dspark.ops.backend import resolve
 from dspark.ops.checks import FLOAT_DTYPES, check_dtype, check_shape
 from dspark.ops.launch import check_unit_stride
+from dspark.ops.library import rows as library
 from dspark.ops.process_triton import process_config, process_triton
 from dspark.ops.ragged import row_index
 from dspark.ops.types import Backend, Processors

@@ -77,6 +77,11 @@ class KernelEntry:
     options: Mapping[str, int | bool | str] = field(default_factory=dict)
 
 
+def meta(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    """A tensor that holds nothing."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 def budgets(nvidia: Budget, amd: Budget) -> dict[str, Budget]:
     """One budget for every NVIDIA target and one for every AMD target."""
     return dict.fromkeys(NVIDIA_TARGETS, nvidia) | dict.fromkeys(AMD_TARGETS, amd)

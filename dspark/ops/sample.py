@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dspark.ops import library
 from dspark.ops.backend import resolve
 from dspark.ops.checks import FLOAT_DTYPES, check_dtype, check_sampling, check_shape, fits, sampling_fits
 from dspark.ops.launch import check_devices, contiguous, contiguous_sampling
+from dspark.ops.library import rows as library
 from dspark.ops.philox import gumbel
 from dspark.ops.types import Backend, Sampling, Stream
 

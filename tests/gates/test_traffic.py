@@ -11,7 +11,9 @@ import torch
 from dspark.ops.cost import AcceptCall, QKind, accept_cost
 from dspark.ops.types import Rule
 from dspark.testing.traffic import counted_traffic
-from tests.gates.traffic_table import Case, accept_case, measure, stated_cases, table
+from tests.gates.traffic.accept import accept_case
+from tests.gates.traffic.case import Case, measure
+from tests.gates.traffic_table import CASES, stated_cases, table
 
 pytestmark = pytest.mark.triton
 
@@ -65,32 +67,19 @@ def test_compiled_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-RAGGED = ([3, 0, 1, 2], 5120)
-"""Two tiles, the second one ragged; a padded request and one without drafts. Sub-tiles are whole: the model does not
-know in which of them a draw ends."""
-
-CASES = [
-    *(accept_case(rule, *RAGGED, temperature=t) for rule in ("coupled", "match") for t in (0.0, 1.0)),
-    *(accept_case(rule, *RAGGED, q=q) for rule in ("ratio", "block") for q in ("dense", "sparse", "point")),
-    *(accept_case(rule, *RAGGED, temperature=0.0) for rule in ("ratio", "block")),
-    accept_case("coupled", [2, 2, 2], 300, dtype=torch.float32, raw=False),
-    accept_case("ratio", [2, 2, 2], 300, dtype=torch.float32, raw=False),
-]
-
-
 def assert_counted_is_modelled(case: Case) -> None:
     row, traffic = measure(case)
     assert not traffic.torch_ops, "an op launches torch's kernels beside its own"
     assert row.agrees, f"\n{table([row])}\n{traffic.arguments}"
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.rule}, {case.shape}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op} {case.rule}, {case.shape}")
 def test_the_model_is_what_is_counted(case: Case) -> None:
     assert_counted_is_modelled(case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", range(8))
+@pytest.mark.parametrize("index", range(len(stated_cases())))
 def test_the_model_is_what_is_counted_at_the_stated_shapes(index: int) -> None:
     assert_counted_is_modelled(stated_cases()[index])
 

@@ -17,11 +17,11 @@ from dspark.ops import (
     SparseQ,
     Verdict,
     accept,
-    library,
     process_logits,
     sample,
     truncate,
 )
+from dspark.ops.library import rows as library
 from tests.ops.helpers import make_sampling
 from tests.ops.test_triton_accept import CASES, empty_verdict, problem
 

@@ -1,8 +1,4 @@
-"""The ops as ``torch.ops.dspark.*``: what ``torch.compile`` and ``torch.export`` see of them.
-
-Each writes into tensors that its caller allocates, so its fake implementation has nothing to do. An eager call does not
-pass through here: the dispatcher would cost more than the checks and the launch together.
-"""
+"""The ops over rows of logits as ``torch.ops.dspark.*``."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
+from dspark.ops.library.define import define
 from dspark.ops.types import (
     Backend,
     DenseQ,
@@ -39,7 +36,6 @@ _SCHEMAS = {
     "process_logits": "(Tensor logits, Tensor tokens, Tensor query_start, Tensor?[] processors, int max_query_len, "
     "Tensor(a!) out, str backend) -> ()",
 }
-_library = torch.library.Library("dspark", "DEF")
 
 
 def sample_op(
@@ -255,16 +251,10 @@ def _process_logits(
     )
 
 
-def _nothing(*_: object) -> None:
-    """What the ops do to fake tensors: their results have the shapes that the caller gave them."""
-
-
 for _name, _implementation in (
     ("sample", _sample),
     ("truncate", _truncate),
     ("accept", _accept),
     ("process_logits", _process_logits),
 ):
-    _library.define(f"{_name}{_SCHEMAS[_name]}", tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"dspark::{_name}", _nothing, lib=_library)
+    define(_name, _SCHEMAS[_name], _implementation)

@@ -11,25 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from dspark.ops.cost.types import Cost
 from dspark.ops.launch import LINE_FIELDS, RowConfig, row_config, tiles_per_program
 from dspark.ops.types import Rule
 
 QKind = Literal["dense", "sparse", "point"]
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Bytes read and written, launches, and the fewest bytes that the rule allows."""
-
-    read: int
-    written: int
-    launches: int
-    lower_bound: int
-
-    @property
-    def total(self) -> int:
-        """Bytes moved."""
-        return self.read + self.written
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,14 @@
-"""The kernels that ship: representative calls of the ops, whose launches are the registry's entries.
-
-A call is made with tensors that hold nothing (device "meta") and without running a kernel, so an entry cannot differ
-from what its op launches. They are of the size that a server sees: a vocabulary of 151,936 in bfloat16, 8 rows each.
-"""
+"""Calls of the ops over rows of logits, as a server makes them: a vocabulary of 151,936, bfloat16, 8 rows each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from dspark.ops.accept import accept
-from dspark.ops.launch import recorded_launches
 from dspark.ops.process import process_logits
-from dspark.ops.registry import NVIDIA_TARGETS, Budget, KernelEntry, budgets, entry_of_launch
+from dspark.ops.registry import NVIDIA_TARGETS, Budget, budgets, meta
 from dspark.ops.sample import sample, truncate
 from dspark.ops.types import DenseQ, DraftDistribution, Processors, Rule, Sampling, SparseQ
 
@@ -23,7 +16,7 @@ VOCAB_SIZE, DRAFTS, REQUESTS = 151_936, 7, 64
 NODES = DRAFTS + 1
 ROWS = REQUESTS * NODES
 
-_BUDGETS = {
+BUDGETS = {
     "chain_verdict_kernel": budgets(Budget(128, 16_384), amd=Budget(128, 16_384)),
     "process_logits_kernel": budgets(Budget(144, 16_384), amd=Budget(128, 16_384)),
     "ratio_kernel": budgets(Budget(255, 65_536), amd=Budget(256, 65_536)),
@@ -36,13 +29,8 @@ _BUDGETS = {
 """The most that one program of a kernel may use, whatever its configuration."""
 
 _WIDE_LOADS = dict.fromkeys(NVIDIA_TARGETS, (r"^LDG\.E(\.\w+)*\.128$",)) | {"gfx942": (r"load_dwordx4$",)}
-_CLAIMS = dict.fromkeys(("process_logits_kernel", "residual_mass_kernel", "row_statistics_kernel"), _WIDE_LOADS)
-"""Kernels that stream rows of logits read 16 bytes at a time."""
-
-
-def meta(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-    """A tensor that holds nothing."""
-    return torch.empty(shape, dtype=dtype, device="meta")
+CLAIMS = dict.fromkeys(("process_logits_kernel", "residual_mass_kernel", "row_statistics_kernel"), _WIDE_LOADS)
+"""What a kernel is meant to compile to; those that stream rows of logits read 16 bytes at a time."""
 
 
 def _sampling(requests: int = REQUESTS, truncated: bool = False) -> Sampling:
@@ -115,32 +103,3 @@ CALLS: dict[str, Callable[[], None]] = {
     "process_logits": _process,
 }
 """Calls that between them launch every kernel in every configuration of note."""
-
-
-def shipped_kernels(calls: Sequence[str] = tuple(CALLS)) -> tuple[KernelEntry, ...]:
-    """The entries of some calls, by default of all; a launch that two calls share is the first one's.
-
-    Needs triton, and TRITON_INTERPRET=1 where there is no GPU: the ops refuse to launch kernels that could not run.
-    """
-    entries: list[KernelEntry] = []
-    seen: list[Any] = []
-    for call in CALLS:
-        with recorded_launches() as launches:
-            CALLS[call]()
-        counts: dict[str, int] = {}
-        for launch in launches:
-            function = launch.kernel.fn.__name__
-            counts[function] = counts.get(function, 0) + 1
-            number = f" {counts[function]}" if counts[function] > 1 else ""
-            entry = entry_of_launch(
-                f"{call}: {function.removesuffix('_kernel')}{number}",
-                launch,
-                _BUDGETS.get(function, {}),
-                _CLAIMS.get(function) if "50257" not in call else None,
-            )
-            compiled = (entry.kernel, entry.signature, entry.constexprs, entry.aligned, entry.num_warps)
-            if compiled not in seen:
-                seen.append(compiled)
-                if call in calls:
-                    entries.append(entry)
-    return tuple(entries)

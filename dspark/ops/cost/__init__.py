@@ -1,0 +1,10 @@
+"""What ops move and launch: bytes requested from memory, exactly, and the least that an op must move.
+
+One module per op. A model counts the loads and stores of the kernels as they are written; what a cache serves twice
+counts twice. The traffic gate holds every model to what Triton's interpreter counts.
+"""
+
+from dspark.ops.cost.accept import AcceptCall, QKind, accept_cost
+from dspark.ops.cost.types import Cost
+
+__all__ = ["AcceptCall", "Cost", "QKind", "accept_cost"]
