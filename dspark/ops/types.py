@@ -38,10 +38,17 @@ class Status(IntEnum):
 
 @dataclass(frozen=True)
 class PagedKV:
-    """One layer's paged keys and values: ``k`` and ``v`` are ``[P, S, Hkv, D]``; slot ``s`` is page ``s // S``."""
+    """One layer's paged keys and values; slot ``s`` is row ``s % S`` of page ``s // S``.
+
+    Attributes:
+        k, v: ``[P, S, Hkv, D]`` of one float dtype; float8_e4m3fn with scales.
+        k_scale, v_scale: ``[Hkv]`` float32, by which a stored number is multiplied; only with float8.
+    """
 
     k: Tensor
     v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
     @property
     def page_size(self) -> int:
@@ -197,6 +204,30 @@ class Draft:
     logits: Tensor | None
     confidence: Tensor | None
     confidence_logits: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Drafted trees of ``R`` requests, ``N`` places for nodes each.
+
+    Nodes are in topological order (a parent before its children) and packed: a request's are the first ``num_nodes``.
+    Node 0 is the anchor. Siblings hold different tokens, in the order in which they were drawn. A chain is the tree in
+    which node ``i`` has parent ``i - 1``.
+
+    Attributes:
+        tokens: ``[R, N]`` int64; -1 where there is no node.
+        parents: ``[R, N]`` int64, each node's parent; -1 at node 0 and where there is no node.
+        ancestors: ``[R, N]`` int64, bit ``j`` set when node ``j`` is the node itself or an ancestor; ``[R, N, W]`` for
+            more than 64 nodes, bit ``j % 64`` of word ``j // 64``. 0 where there is no node.
+        depth: ``[R, N]`` int64, edges from the anchor; -1 where there is no node.
+        num_nodes: ``[R]`` int64, 0 for a padded request.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    ancestors: Tensor
+    depth: Tensor
+    num_nodes: Tensor
 
 
 @dataclass(frozen=True)

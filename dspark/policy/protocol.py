@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,12 +21,24 @@ class Signals:
         max_lengths: ``[R]`` int64, most drafts that each may verify (block size, tokens left to emit).
         draft_len: G, drafts proposed per request.
         confidence: ``[R, G]`` float32 in [0, 1], or None when the drafter has no confidence head.
+        margin: ``[R, G]`` float32, how far the drafter's best token leads its second best at each slot; like
+            ``confidence`` a function of the tokens before the slot, and None when nobody computed it.
+        weights: ``[R]`` float32, how much a token of each request counts in a round's worth, set by the caller (a
+            request with a deadline may weigh more); None is 1 for all.
+        classes: what kind of request each is (a tenant, a language, a temperature), for policies that keep statistics
+            by kind; None is one kind.
+        context_tokens: tokens of context over all running requests, as the engine knows it on the host; None when it
+            does not say.
     """
 
     request_ids: tuple[int, ...]
     max_lengths: Tensor
     draft_len: int
     confidence: Tensor | None
+    margin: Tensor | None = None
+    weights: Tensor | None = None
+    classes: tuple[Hashable, ...] | None = None
+    context_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -36,11 +49,17 @@ class Outcome:
         request_ids: as in the round's :class:`Signals`.
         lengths: ``[R]`` int64, drafts verified.
         accepted: ``[R]`` int64, drafts accepted.
+        seconds: how long the round took, or None when it was not timed.
+        classes: as in the round's :class:`Signals`.
+        context_tokens: as in the round's :class:`Signals`.
     """
 
     request_ids: tuple[int, ...]
     lengths: Tensor
     accepted: Tensor
+    seconds: float | None = None
+    classes: tuple[Hashable, ...] | None = None
+    context_tokens: int | None = None
 
 
 class VerifyPolicy(Protocol):
