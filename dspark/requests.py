@@ -186,6 +186,11 @@ class Request:
         return -1 - self.completion.request_id if self.params.seed is None else self.params.seed
 
     @property
+    def context_len(self) -> int:
+        """Tokens whose keys and values are in the cache once the prompt is: all but the last."""
+        return len(self.prompt) + len(self.completion.token_ids) - 1
+
+    @property
     def remaining(self) -> int:
         """Tokens that it may still emit."""
         return self.max_tokens - len(self.completion.token_ids)

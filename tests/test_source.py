@@ -22,8 +22,11 @@ MAY_IMPORT = {
     "testing": {"ops", "policy"},
     "requests": {"ops"},
     "processing": {"ops", "requests"},
-    "decode": {"models", "ops", "policy", "processing", "requests"},
-    "cli": {"dspark", "decode", "models", "ops", "policy", "requests", "testing"},
+    "batch": {"models", "ops", "processing", "requests"},
+    "admission": {"models", "requests"},
+    "measure": {"batch", "models", "policy", "requests"},
+    "decode": {"admission", "batch", "models", "ops", "policy", "requests"},
+    "cli": {"dspark", "decode", "measure", "models", "ops", "policy", "requests", "testing"},
     "__main__": {"cli"},
     "__init__": {"decode", "models", "policy", "requests"},
 }

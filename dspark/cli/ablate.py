@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dspark.cli.ablation import Plan, run_ablation
 from dspark.cli.report import table, write_json, write_picture
 from dspark.cli.setup import POLICY_HELP, RULE_HELP, check_policy, check_rule, load_models, read_prompts
-from dspark.decode import measure_cost
+from dspark.measure import measure_cost
 from dspark.models.tiny import held_out_prompts
 
 app = typer.Typer()

@@ -12,7 +12,8 @@ from typing import Annotated
 import typer
 
 from dspark.cli.setup import RULE_HELP, check_policy, check_rule, load_models, make_policy, read_prompts
-from dspark.decode import Decoder, SamplingParams, mean_emitted, measure_cost
+from dspark.decode import Decoder, SamplingParams, mean_emitted
+from dspark.measure import measure_cost
 
 app = typer.Typer()
 

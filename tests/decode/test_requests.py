@@ -10,7 +10,8 @@ import torch
 
 import dspark.decode
 from dspark.cli.lossless import replay_logits
-from dspark.decode import Decoder, SamplingParams, measure_cost
+from dspark.decode import Decoder, SamplingParams
+from dspark.measure import measure_cost
 from dspark.models import Target
 from dspark.policy import ConfidenceScheduled, FixedK, Oracle, Signals
 from tests.decode.pairs import STEEP, golden_drafter, golden_target
