@@ -168,7 +168,7 @@ class _ForbidSync(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise SyncError(f"{name}: a boolean index gives a shape that depends on data")
         elif name == "repeat_interleave":
             sized = kwargs.get("output_size") is not None
-            if not sized:
+            if not sized and any(isinstance(repeats, Tensor) for repeats in args[1:] or args):
                 raise SyncError("repeat_interleave: without output_size its shape depends on data")
         elif name in ("_to_copy", "copy_", "copy"):
             self._check_copy(name, args, kwargs)

@@ -187,6 +187,7 @@ INNOCENTS: dict[str, Callable[[], object]] = {
     "masked_fill": lambda: X.masked_fill(X > 0, 0.0),
     "where": lambda: torch.where(X > 0, X, 1.0),
     "repeat_interleave": lambda: X.repeat_interleave(2),
+    "repeat_interleave in inference mode": lambda: torch.inference_mode()(X.repeat_interleave)(2, dim=0),
     "sized repeat_interleave": lambda: X.repeat_interleave(X.long(), output_size=4),
     "cast": lambda: X.double(),
     "full": lambda: torch.full_like(X, 2.0),
