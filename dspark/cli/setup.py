@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
+from dspark.decode import TreeShape
 from dspark.models.drafter import DSparkDrafter
 from dspark.models.loading import load_drafter, load_target
 from dspark.models.target import Target
 from dspark.models.tiny import TINY_DRAFTER, TINY_TARGET, Prompt, load_tokenizer
+from dspark.ops.tree_checks import RULES_OF_TREES
 from dspark.ops.types import Rule
-from dspark.policy import ConfidenceScheduled, CostProfile, FixedK, Oracle, VerifyPolicy
+from dspark.policy import (
+    Bandit,
+    ConfidenceScheduled,
+    ConfidenceThreshold,
+    CostProfile,
+    FixedK,
+    Goodput,
+    Oracle,
+    VerifyPolicy,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-POLICY_HELP = "plain, fixed:K, scheduled, scheduled-lag2 or oracle."
-RULE_HELP = "coupled, ratio, block or match"
+POLICY_HELP = (
+    "plain, fixed:K, threshold:T, scheduled, scheduled-lag2, goodput, bandit, oracle or module:Class of your own."
+)
+_OF_PROFILE: dict[str, Callable[[CostProfile], VerifyPolicy]] = {
+    "scheduled": ConfidenceScheduled,
+    "scheduled-lag2": lambda profile: ConfidenceScheduled(profile, lag=2),
+    "goodput": Goodput,
+    "bandit": Bandit,
+}
+_OTHERS = ("plain", "fixed", "threshold", "oracle", "tree")
+RULE_HELP = "coupled, ratio, block, match or recursive"
 
 
 def load_models(target: Path | None, drafter: Path | None) -> tuple[Target, DSparkDrafter, Tokenizer]:
@@ -55,8 +77,41 @@ def read_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
+def tree_shape(name: str) -> TreeShape | None:
+    """The trees that a policy's name asks for: ``tree:NODES`` or ``tree:NODES:BRANCHING``; None for another name.
+
+    Raises:
+        ValueError: the numbers are missing or out of range.
+
+    >>> tree_shape("tree:32:2")
+    TreeShape(nodes=32, branching=2)
+    """
+    kind, *numbers = name.split(":")
+    if kind != "tree":
+        return None
+    if len(numbers) not in (1, 2) or not all(number.isdigit() for number in numbers):
+        raise ValueError(f"policy {name!r}: expected tree:NODES or tree:NODES:BRANCHING")
+    return TreeShape(*map(int, numbers))
+
+
+def runs_under(name: str, rule: Rule) -> bool:
+    """Whether a policy and a rule go together: ``block`` and the oracle would bias the output, and only some rules know
+    trees."""
+    if name == "oracle":
+        return rule != "block"
+    return tree_shape(name) is None or rule in RULES_OF_TREES
+
+
+def most_verified(name: str) -> int:
+    """The drafts that a policy insists on: K of ``fixed:K``."""
+    kind, _, number = name.partition(":")
+    return int(number) if kind == "fixed" and number.isdigit() else 0
+
+
 def check_policy(name: str, draft_len: int) -> None:
     """Raise ``ValueError`` unless ``name`` is a policy that can run with ``draft_len`` drafts."""
+    if tree_shape(name) is not None:
+        return
     policy = make_policy(name, CostProfile((1,), (1.0,)), accepted=())
     if isinstance(policy, FixedK) and policy.k > draft_len:
         raise ValueError(f"policy {name!r}: expected fixed:K with K from 0 to {draft_len}")
@@ -67,7 +122,7 @@ def make_policy(name: str, profile: CostProfile | None, accepted: Sequence[int] 
 
     Args:
         name: see :data:`POLICY_HELP`.
-        profile: cost curve, for the scheduled forms.
+        profile: cost curve, for the policies that weigh costs.
         accepted: accepted drafts of each round of an earlier pass, for the oracle.
 
     Raises:
@@ -76,17 +131,52 @@ def make_policy(name: str, profile: CostProfile | None, accepted: Sequence[int] 
     kind, _, argument = name.partition(":")
     if kind == "fixed" and argument.isdigit():
         return FixedK(int(argument))
+    if kind == "threshold":
+        return _threshold(name, argument)
     if name == "plain":
         return None
-    if name in ("scheduled", "scheduled-lag2"):
+    if name in _OF_PROFILE:
         if profile is None:
             raise ValueError(f"policy {name!r}: needs a cost profile")
-        return ConfidenceScheduled(profile, lag=2 if name == "scheduled-lag2" else 0)
+        return _OF_PROFILE[name](profile)
     if name == "oracle":
         if accepted is None:
             raise ValueError("policy 'oracle': replays an earlier pass with the same seed; use it in ablate")
         return Oracle({0: accepted})
+    if argument and kind not in (*_OF_PROFILE, *_OTHERS):
+        return _custom(name, kind, argument, profile)
     raise ValueError(f"policy {name!r}: expected {POLICY_HELP}")
+
+
+def needs_profile(name: str) -> bool:
+    """Whether :func:`make_policy` may ask for a cost profile; a class of one's own may."""
+    return name.partition(":")[0] not in _OTHERS
+
+
+def _threshold(name: str, argument: str) -> VerifyPolicy:
+    try:
+        return ConfidenceThreshold(float(argument))
+    except ValueError as error:
+        raise ValueError(f"policy {name!r}: expected threshold:T with T from 0 to 1") from error
+
+
+def _custom(name: str, module: str, attribute: str, profile: CostProfile | None) -> VerifyPolicy:
+    """Make ``module:Class``, with ``profile=`` if it takes one."""
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"policy {name!r}: {error}") from error
+    if not callable(found):
+        raise ValueError(f"policy {name!r}: expected a class, got {type(found).__name__}")
+    if "profile" not in inspect.signature(found).parameters:
+        policy = found()
+    elif profile is None:
+        raise ValueError(f"policy {name!r}: needs a cost profile")
+    else:
+        policy = found(profile=profile)
+    if not all(callable(getattr(policy, method, None)) for method in ("plan", "observe")):
+        raise ValueError(f"policy {name!r}: expected methods plan and observe (dspark.policy.VerifyPolicy)")
+    return cast(VerifyPolicy, policy)
 
 
 def check_rule(rule: str) -> Rule:

@@ -1,4 +1,4 @@
-"""The paged key-value cache: its storage, the pool that hands out pages, and batches of rows over it."""
+"""The paged key-value cache: its storage, and batches of rows over it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from dspark.models.config import ModelConfig
+from dspark.models.pool import PagePool as PagePool
+from dspark.models.pool import pages_for as pages_for
 from dspark.models.transformer import Attend
 from dspark.ops.attention_reference import AttentionLayout, attend, attention_layout
 from dspark.ops.cache import destinations, write
@@ -18,8 +20,14 @@ from dspark.ops.types import PagedKV, QueryBatch
 
 @dataclass(frozen=True)
 class PagedCache:
-    """Keys and values of every layer, in pages that requests share by block table."""
+    """Keys and values of every layer, in pages that requests share by block table.
 
+    Attributes:
+        stacked: those of all layers, ``[L, P, S, Hkv, D]`` each.
+        layers: views of each layer's. A float8 cache's have scales, 1 until they are filled with others.
+    """
+
+    stacked: PagedKV
     layers: list[PagedKV]
 
     @classmethod
@@ -35,7 +43,13 @@ class PagedCache:
             raise ValueError(f"num_pages and page_size must be positive, got {num_pages} and {page_size}")
         shape = (config.num_hidden_layers, 2, num_pages, page_size, config.num_key_value_heads, config.head_dim)
         storage = torch.zeros(shape, dtype=dtype, device=device)
-        return cls([PagedKV(k=layer[0], v=layer[1]) for layer in storage])
+        scales = None
+        if dtype is torch.float8_e4m3fn:
+            scales = torch.ones(shape[0], 2, shape[4], dtype=torch.float32, device=device).unbind()
+        layers = [
+            PagedKV(layer[0], layer[1], *(() if scales is None else scales[i])) for i, layer in enumerate(storage)
+        ]
+        return cls(PagedKV(storage[:, 0], storage[:, 1]), layers)
 
     @property
     def num_pages(self) -> int:
@@ -44,52 +58,6 @@ class PagedCache:
     @property
     def page_size(self) -> int:
         return self.layers[0].page_size
-
-
-def pages_for(tokens: int, page_size: int) -> int:
-    """How many pages hold ``tokens`` tokens."""
-    return -(-tokens // page_size)
-
-
-class PagePool:
-    """Free pages, on the host. A request that cannot have its pages gets none, and waits."""
-
-    def __init__(self, num_pages: int) -> None:
-        if num_pages < 1:
-            raise ValueError(f"num_pages must be positive, got {num_pages}")
-        self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, -1, -1))
-        self._taken: set[int] = set()
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def allocate(self, n: int) -> list[int] | None:
-        """Take ``n`` pages; None, and nothing taken, when fewer are free.
-
-        Raises:
-            ValueError: ``n`` is negative.
-        """
-        if n < 0:
-            raise ValueError(f"n must be >= 0, got {n}")
-        if n > len(self._free):
-            return None
-        pages = [self._free.pop() for _ in range(n)]
-        self._taken.update(pages)
-        return pages
-
-    def free(self, pages: Sequence[int]) -> None:
-        """Give pages back.
-
-        Raises:
-            ValueError: a page is not taken, or is given twice; then none is given back.
-        """
-        returned = set(pages)
-        if len(returned) != len(pages) or not returned <= self._taken:
-            raise ValueError(f"pages must be distinct and taken from this pool, got {list(pages)}")
-        self._taken -= returned
-        self._free.extend(pages)
 
 
 def query_batch(

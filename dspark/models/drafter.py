@@ -11,7 +11,8 @@ from dspark.models.cache import PagedCache, paged_attend
 from dspark.models.draft_network import DSparkNetwork
 from dspark.ops.cache import destinations, write
 from dspark.ops.checks import check_shape
-from dspark.ops.types import Draft, QueryBatch, Sampling, Stream
+from dspark.ops.tree import draft_tree
+from dspark.ops.types import Draft, QueryBatch, Rule, Sampling, Stream, TreeDraft
 from dspark.ops.walk import draft_walk
 
 SlotConvention = Literal["anchor-first"]
@@ -50,8 +51,24 @@ class Drafter(Protocol):
         position: Tensor,
         stream: Stream,
         return_logits: bool,
+        return_margin: bool = False,
     ) -> Draft:
         """Draft ``draft_len`` tokens after each request's anchor."""
+
+    def propose_tree(
+        self,
+        anchor: Tensor,
+        batch: QueryBatch,
+        cache: PagedCache,
+        *,
+        draft_len: int,
+        sampling: Sampling,
+        position: Tensor,
+        rule: Rule,
+        num_nodes: int,
+        branching: int,
+    ) -> TreeDraft:
+        """Draft a tree of ``draft_len`` levels and at most ``num_nodes`` nodes, the anchor's included."""
 
 
 class DSparkDrafter:
@@ -157,6 +174,7 @@ class DSparkDrafter:
         position: Tensor,
         stream: Stream,
         return_logits: bool,
+        return_margin: bool = False,
     ) -> Draft:
         """Draft ``draft_len`` tokens after each request's anchor.
 
@@ -170,14 +188,12 @@ class DSparkDrafter:
             position: ``[R]`` int64 absolute positions of the anchors.
             stream: which random numbers the tokens are drawn with.
             return_logits: whether the draft carries the logits that the tokens were sampled from.
+            return_margin: whether it carries how far each slot's best token leads the second.
 
         Raises:
             ValueError: ``draft_len`` is beyond the block size or the batch's rows, or shapes do not fit.
         """
-        if not 1 <= draft_len <= self.block_size:
-            raise ValueError(f"draft_len must be in 1..{self.block_size} (block_size), got {draft_len}")
-        if draft_len > batch.max_query_len:
-            raise ValueError(f"draft_len must be <= batch.max_query_len ({batch.max_query_len}), got {draft_len}")
+        self._check_draft_len(draft_len, batch)
         hidden, base_logits = self.block_logits(anchor, batch, cache)
         return draft_walk(
             base_logits[:, :draft_len],
@@ -189,4 +205,53 @@ class DSparkDrafter:
             position=position,
             stream=stream,
             return_logits=return_logits,
+            return_margin=return_margin,
         )
+
+    @torch.no_grad()
+    def propose_tree(
+        self,
+        anchor: Tensor,
+        batch: QueryBatch,
+        cache: PagedCache,
+        *,
+        draft_len: int,
+        sampling: Sampling,
+        position: Tensor,
+        rule: Rule,
+        num_nodes: int,
+        branching: int,
+    ) -> TreeDraft:
+        """Draft a tree after each request's anchor: :meth:`block_logits`, then ``draft_tree``.
+
+        Args:
+            anchor, batch, cache: as for :meth:`block_logits`.
+            draft_len: levels of the tree, at most the batch's rows.
+            sampling: the drafter's own parameters.
+            position: ``[R]`` int64 absolute positions of the anchors.
+            rule: that will judge the tree, ``"coupled"``, ``"match"`` or ``"recursive"``.
+            num_nodes: most nodes, the anchor's included.
+            branching: most children of a node.
+
+        Raises:
+            ValueError: as :meth:`propose` and ``draft_tree``.
+        """
+        self._check_draft_len(draft_len, batch)
+        hidden, base_logits = self.block_logits(anchor, batch, cache)
+        return draft_tree(
+            base_logits[:, :draft_len],
+            anchor,
+            head=self.network.sequential_head(),
+            hidden=hidden[:, :draft_len],
+            sampling=sampling,
+            position=position,
+            rule=rule,
+            num_nodes=num_nodes,
+            branching=branching,
+        )
+
+    def _check_draft_len(self, draft_len: int, batch: QueryBatch) -> None:
+        if not 1 <= draft_len <= self.block_size:
+            raise ValueError(f"draft_len must be in 1..{self.block_size} (block_size), got {draft_len}")
+        if draft_len > batch.max_query_len:
+            raise ValueError(f"draft_len must be <= batch.max_query_len ({batch.max_query_len}), got {draft_len}")

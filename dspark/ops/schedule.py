@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from dspark.ops.backend import resolve
 from dspark.ops.checks import FLOAT_DTYPES, INT_DTYPES, check_dtype, check_shape
+from dspark.ops.library.schedule import schedule_prefix_op
+from dspark.ops.schedule_reference import MAX_ROWS, ScheduleMode, schedule_reference
+from dspark.ops.schedule_triton import schedule_triton, workspace_bytes
 from dspark.ops.types import Backend
 
-ScheduleMode = Literal["early_stop", "global", "budget"]
 _FLOATS = (*FLOAT_DTYPES, torch.float64)
 
 
@@ -22,14 +24,18 @@ def schedule_prefix(
     mode: ScheduleMode,
     budget: Tensor | None = None,
     max_lengths: Tensor | None = None,
+    min_lengths: Tensor | None = None,
+    weights: Tensor | None = None,
+    out: Tensor | None = None,
+    workspace: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Choose verify lengths for a batch.
 
-    Draft ``k`` of request ``r`` survives with chance ``a[r, k]``, the product of its confidences up to ``k``. Drafts
-    are taken in descending order of survival, ties by (request, slot). After ``n`` of them ``B = R + n`` rows are
-    verified (one anchor a request), ``tau = R + (sum of their survivals)`` tokens are expected, and throughput is
-    ``Theta_n = tau * SPS(B)``. The modes differ in ``n``:
+    Draft ``k`` of request ``r`` survives with chance ``a[r, k]``, the product of its confidences up to ``k``, and is
+    worth ``w[r] * a[r, k]`` tokens. Drafts are taken in descending order of worth, ties by (request, slot). After ``n``
+    of them ``B = R + n`` rows are verified (one anchor a request), ``tau = sum(w) + (sum of what they are worth)``
+    tokens are expected, and throughput is ``Theta_n = tau * SPS(B)``. The modes differ in ``n``:
 
     * ``"early_stop"`` (Algorithm 1): stop before the first draft that does not raise Theta. Whether a draft is verified
       then depends on nothing that was drawn from it, so the decision is lossless under every acceptance rule.
@@ -37,54 +43,64 @@ def schedule_prefix(
       not decide today's lengths this way under the ratio rule (appendix A): use it on confidences of earlier rounds.
     * ``"budget"``: the first ``budget`` drafts, Theta unseen.
 
-    A draft of survival 0, or past its request's ``max_lengths``, is never taken.
+    Worth is counted in whole units of 2^-30 tokens, rounded down, and its sums are exact: the decision is the same on
+    every device, by every backend. A draft worth less than one unit, or past its request's ``max_lengths``, is never
+    taken. Drafts below ``min_lengths`` are taken before all others, count towards B, tau and the budget, and are
+    verified even if the budget is smaller; the search goes on from there.
 
     Args:
         confidence: ``[R, G]`` float, chance that draft k survives given that those before it did. NaN counts as 0,
-            and values are clamped to [0, 1].
+            and values are clamped to [0, 1]. ``R * (1 + G)`` may be up to 2^20.
         steps_per_second: ``[C]`` float with ``C > R * (1 + G)``; entry ``b`` is the speed at ``b`` verified rows. It
-            may be jagged. Only ``"budget"`` may go without.
+            may be jagged; NaN counts as 0, and values are clamped to [0, 1e280]. Only ``"budget"`` may go without.
         mode: one of the three above.
         budget: ``[]`` integer, drafts to take over the whole batch; with ``"budget"`` only.
         max_lengths: ``[R]`` integer caps; None is no cap but G.
+        min_lengths: ``[R]`` integer floors, cut to the caps; None is 0. A floor must not depend on what was drafted.
+        weights: ``[R]`` float ``w``, how much a token of each request counts; None is 1. NaN counts as 0, and values
+            are clamped to [0, 1]. Only their ratios matter.
+        out: ``[R]`` int64 for the result.
+        workspace: scratch memory of at least :func:`schedule_workspace` bytes, for the kernels.
         backend: ``"auto"``, ``"triton"`` or ``"reference"``.
 
     Returns:
         ``[R]`` int64 lengths in ``0 .. G``.
 
     Raises:
-        ValueError: a shape differs, the curve is missing or too short, the mode or backend is unknown, or a budget is
-            missing or unused.
+        ValueError: a shape differs, the curve is missing or too short, the batch is too large, the mode or backend is
+            unknown, a budget is missing or unused, or (kernels) a tensor's device or layout or the workspace does not
+            serve.
         TypeError: a dtype differs.
 
-    Computed in float64. Graph-safe.
+    Survivals and Theta in float64. One launch up to 8,192 drafts (powers of two above R and G), three beyond.
+    Graph-safe.
     """
-    _check(confidence, steps_per_second, mode, budget, max_lengths)
-    resolve("schedule_prefix", backend, confidence)
+    _check(confidence, steps_per_second, mode, budget, max_lengths, min_lengths, weights, out)
+    taken = resolve("schedule_prefix", backend, confidence)
     requests, draft_len = confidence.shape
-    device = confidence.device
-    survival = confidence.double().nan_to_num(0.0).clamp(0, 1).cumprod(-1)  # [R, G]
-    if max_lengths is not None:
-        survival = survival.masked_fill(torch.arange(draft_len, device=device) >= max_lengths[:, None], 0)
-
-    # Flat order is (request, slot) order, which a stable sort keeps among equals. Survival does not rise along a
-    # request, so what is taken of it is a prefix.
-    taken, order = survival.flatten().sort(descending=True, stable=True)  # [R*G] each
-    rank = torch.arange(taken.shape[0], device=device)
-    possible = (taken > 0).sum()
-    if budget is not None:
-        count = torch.minimum(budget, possible)
-    elif steps_per_second is None:
-        raise ValueError(f'steps_per_second: mode "{mode}" needs the speed curve "C", got None')
+    arguments = (confidence, steps_per_second, mode, budget, max_lengths, min_lengths, weights)
+    empty = requests == 0 or draft_len == 0
+    if taken == "reference" and not empty and not torch.compiler.is_compiling():
+        lengths = schedule_reference(*arguments)
+        return lengths if out is None else out.copy_(lengths)
+    if out is None:
+        out = torch.empty(requests, dtype=torch.int64, device=confidence.device)
+    if torch.compiler.is_compiling():
+        schedule_prefix_op(*arguments, out, workspace, taken)
+    elif empty:
+        out.zero_()
     else:
-        expected = torch.cat([taken.new_full((1,), requests), taken]).cumsum(0)  # [1 + R*G], tau after n drafts
-        theta = expected * steps_per_second[requests : requests + expected.shape[0]].double()
-        if mode == "early_stop":
-            rises = (theta[1:] > theta[:-1]) & (rank < possible)
-            count = rises.long().cumprod(0).sum()
-        else:
-            count = theta.masked_fill(torch.arange(theta.shape[0], device=device) > possible, -torch.inf).argmax()
-    return torch.zeros_like(order).scatter_(0, order, (rank < count).long()).view(requests, draft_len).sum(-1)
+        schedule_triton(*arguments, out, workspace)
+    return out
+
+
+def schedule_workspace(num_requests: int, draft_len: int) -> int:
+    """Bytes of scratch memory that :func:`schedule_prefix` takes for ``R`` requests and ``G`` drafts of each.
+
+    >>> schedule_workspace(64, 7), schedule_workspace(4096, 16)
+    (0, 1315328)
+    """
+    return workspace_bytes(num_requests, draft_len)
 
 
 def _check(
@@ -93,17 +109,26 @@ def _check(
     mode: ScheduleMode,
     budget: Tensor | None,
     max_lengths: Tensor | None,
+    min_lengths: Tensor | None,
+    weights: Tensor | None,
+    out: Tensor | None,
 ) -> None:
     sizes: dict[str, int] = {}
     check_shape("confidence", confidence, "R G", sizes)
     check_dtype("confidence", confidence, _FLOATS)
+    rows = sizes["R"] * (1 + sizes["G"])
+    if rows > MAX_ROWS:
+        raise ValueError(
+            f'confidence: expected shape "R G" with R * (1 + G) <= {MAX_ROWS}, got {list(confidence.shape)}'
+        )
     if mode not in get_args(ScheduleMode):
         words = ", ".join(repr(word) for word in get_args(ScheduleMode))
         raise ValueError(f"mode: expected one of {words}, got {mode!r}")
+    if steps_per_second is None and mode != "budget":
+        raise ValueError(f'steps_per_second: mode "{mode}" needs the speed curve "C", got None')
     if steps_per_second is not None:
         check_shape("steps_per_second", steps_per_second, "C", sizes)
         check_dtype("steps_per_second", steps_per_second, _FLOATS)
-        rows = sizes["R"] * (1 + sizes["G"])
         if sizes["C"] <= rows:
             raise ValueError(
                 f'steps_per_second: expected shape "C" with C > R * (1 + G) = {rows}, '
@@ -115,6 +140,13 @@ def _check(
     if budget is not None:
         check_shape("budget", budget, "", sizes)
         check_dtype("budget", budget, INT_DTYPES)
-    if max_lengths is not None:
-        check_shape("max_lengths", max_lengths, "R", sizes)
-        check_dtype("max_lengths", max_lengths, INT_DTYPES)
+    for name, lengths in (("max_lengths", max_lengths), ("min_lengths", min_lengths)):
+        if lengths is not None:
+            check_shape(name, lengths, "R", sizes)
+            check_dtype(name, lengths, INT_DTYPES)
+    if weights is not None:
+        check_shape("weights", weights, "R", sizes)
+        check_dtype("weights", weights, _FLOATS)
+    if out is not None:
+        check_shape("out", out, "R", sizes)
+        check_dtype("out", out, (torch.int64,))

@@ -1,13 +1,17 @@
-"""The upper bound: a policy that knows how many drafts will be accepted."""
+"""Upper bounds: a policy that knows how many drafts will be accepted, and one that knows how likely each one is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dspark.policy.protocol import Outcome, Signals
+from dspark.policy.scheduled import ConfidenceScheduled
+from dspark.policy.tracked import AnyProfile
 
 
 class Oracle:
@@ -57,3 +61,44 @@ class Oracle:
             if recorded[index : index + 1] != [accepted]:
                 self.diverged.add(request)
             self._round[request] = index + 1
+
+
+class DistributionOracle:
+    """Schedule by the true acceptance probabilities: what a perfect confidence head would allow, and no more.
+
+    Unlike :class:`Oracle` it does not know the draws. It is non-anticipating, and lossless under every rule, as long as
+    ``acceptance`` is: entry (r, k) is the chance that draft k of request r is accepted given that those before it were,
+    1 - TV(p, q) at that slot, and may depend on what request r has emitted, on its drafts *before* slot k, on the load
+    and on earlier rounds; never on draft k or a later one, nor on whether any draft of this round will be accepted.
+
+    Args:
+        profile: what a round costs at each number of verified rows.
+        acceptance: ``[G]`` or ``[R, G]`` float in [0, 1], the same in every round; or a function of the round's signals
+            that returns ``[R, G]``.
+        lag: as of :class:`ConfidenceScheduled`.
+
+    Raises:
+        TypeError: ``profile`` is no profile.
+        ValueError: ``lag`` is neither 0 nor 2, or (when planning) the rates have another shape.
+    """
+
+    def __init__(
+        self, profile: AnyProfile, acceptance: Tensor | Callable[[Signals], Tensor], lag: Literal[0, 2] = 0
+    ) -> None:
+        self._scheduled = ConfidenceScheduled(profile, lag)
+        self._acceptance = acceptance
+
+    def __repr__(self) -> str:
+        return f"DistributionOracle(lag={self._scheduled.lag})"
+
+    def plan(self, signals: Signals) -> Tensor:
+        given = self._acceptance
+        rates = given if isinstance(given, Tensor) else given(signals)
+        shape = (len(signals.request_ids), signals.draft_len)
+        if rates.shape not in (shape, shape[1:]):
+            raise ValueError(f'acceptance: expected shape "G" or "R G" with R, G = {shape}, got {list(rates.shape)}')
+        return self._scheduled.plan(replace(signals, confidence=rates.expand(shape)))
+
+    def observe(self, outcome: Outcome) -> None:
+        """Let a tracked profile learn from a timed round."""
+        self._scheduled.observe(outcome)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
+from functools import partial
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from dspark.ops.schedule import schedule_prefix
-from dspark.policy.cost import CostProfile
 from dspark.policy.protocol import Outcome, Signals
+from dspark.policy.tracked import AnyProfile, check_profile, learn_cost, speeds
 
 
 class ConfidenceScheduled:
@@ -21,22 +24,46 @@ class ConfidenceScheduled:
     cannot have influenced, and today's confidences only rank who gets them; the first two rounds, which have nothing
     to look back at, use the ``lag=0`` search.
 
+    The lagged budget is a total over the batch: drafts, not drafts per request. Requests may join and leave between
+    the rounds; whoever runs today shares the budget of the round two before, and what today's caps leave over is not
+    spent. Rounds in which nobody could verify anything are not planned and do not count.
+
     Args:
-        profile: what a round costs at each number of verified rows.
+        profile: what a round costs at each number of verified rows; a
+            :class:`~dspark.policy.tracked.TrackedProfile` learns from rounds whose outcome is timed.
         lag: rounds between the confidences and the budget taken from them, 0 or 2.
+        floor: drafts that a request verifies whatever its confidence says, within its cap; one number, or one by
+            request id (0 for others). It is set beforehand, so nothing drawn can have influenced it.
+        caps: most drafts by request id, beside the engine's own caps.
+        weights: how much a token of a request counts, by request id (1 for others); or leave it to
+            ``Signals.weights``. Only ratios matter. Drafts are ranked by weight times survival, in which a request's
+            own keep their order.
 
     Raises:
-        TypeError: ``profile`` is not a :class:`CostProfile`; without one, everything would be verified.
-        ValueError: ``lag`` is neither 0 nor 2, or (when planning) the drafter gives no confidence.
+        TypeError: ``profile`` is no profile; without one, everything would be verified.
+        ValueError: ``lag`` is neither 0 nor 2, a floor, cap or weight is negative, or (when planning) the drafter
+            gives no confidence or weights come from both sides.
     """
 
-    def __init__(self, profile: CostProfile, lag: Literal[0, 2] = 0) -> None:
-        if not isinstance(profile, CostProfile):
-            raise TypeError(f"profile: expected a CostProfile, got {type(profile).__name__}")
+    def __init__(
+        self,
+        profile: AnyProfile,
+        lag: Literal[0, 2] = 0,
+        *,
+        floor: int | Mapping[int, int] = 0,
+        caps: Mapping[int, int] | None = None,
+        weights: Mapping[int, float] | None = None,
+    ) -> None:
         if lag not in (0, 2):
             raise ValueError(f"lag: expected 0 or 2, got {lag!r}")
-        self.profile = profile
+        self.profile = check_profile(profile)
         self.lag = lag
+        self.floor = floor if isinstance(floor, int) else dict(floor)
+        self.caps, self.weights = dict(caps or {}), dict(weights or {})
+        floors = {0: self.floor} if isinstance(self.floor, int) else self.floor
+        for name, numbers in (("floor", floors), ("caps", self.caps), ("weights", self.weights)):
+            if any(not number >= 0 for number in numbers.values()):
+                raise ValueError(f"{name}: expected at least 0, got {numbers}")
         self._budgets: deque[Tensor] = deque(maxlen=2)
 
     def __repr__(self) -> str:
@@ -45,16 +72,45 @@ class ConfidenceScheduled:
     def plan(self, signals: Signals) -> Tensor:
         if signals.confidence is None:
             raise ValueError("confidence: ConfidenceScheduled needs a drafter with a confidence head, got None")
-        confidence, caps = signals.confidence, signals.max_lengths
-        requests, draft_len = confidence.shape
-        speed = self.profile.steps_per_second(requests * (1 + draft_len), device=confidence.device)
+        speed = speeds(self.profile, signals)
+        choose = partial(
+            schedule_prefix,
+            signals.confidence,
+            speed,
+            max_lengths=self._caps(signals),
+            min_lengths=self._floors(signals),
+            weights=self._weights(signals),
+        )
         if self.lag == 0:
-            return schedule_prefix(confidence, speed, mode="early_stop", max_lengths=caps)
+            return choose(mode="early_stop")
         lagged = self._budgets[0] if len(self._budgets) == 2 else None
-        self._budgets.append(schedule_prefix(confidence, speed, mode="global", max_lengths=caps).sum())
-        if lagged is None:
-            return schedule_prefix(confidence, speed, mode="early_stop", max_lengths=caps)
-        return schedule_prefix(confidence, speed, mode="budget", budget=lagged, max_lengths=caps)
+        self._budgets.append(choose(mode="global").sum())
+        return choose(mode="early_stop") if lagged is None else choose(mode="budget", budget=lagged)
 
     def observe(self, outcome: Outcome) -> None:
-        """Nothing to learn."""
+        """Let a tracked profile learn from a timed round; there is nothing else to learn."""
+        learn_cost(self.profile, outcome)
+
+    def _caps(self, signals: Signals) -> Tensor:
+        if not self.caps:
+            return signals.max_lengths
+        caps = [self.caps.get(request, signals.draft_len) for request in signals.request_ids]
+        return torch.minimum(signals.max_lengths, torch.tensor(caps, device=signals.max_lengths.device))
+
+    def _floors(self, signals: Signals) -> Tensor | None:
+        if isinstance(self.floor, int):
+            return torch.full_like(signals.max_lengths, self.floor) if self.floor else None
+        floors = [self.floor.get(request, 0) for request in signals.request_ids]
+        return torch.tensor(floors, device=signals.max_lengths.device)
+
+    def _weights(self, signals: Signals) -> Tensor | None:
+        weights = signals.weights
+        if self.weights:
+            if weights is not None:
+                raise ValueError("weights: expected from the policy or from the signals, got both")
+            numbers = [self.weights.get(request, 1.0) for request in signals.request_ids]
+            weights = torch.tensor(numbers, dtype=torch.float64, device=signals.max_lengths.device)
+        if weights is None or not weights.numel():
+            return None
+        # The op takes weights of up to 1.
+        return weights.double() / weights.double().amax().clamp(min=1e-300)

@@ -8,12 +8,25 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from dspark.ops.schedule import schedule_prefix
-from dspark.policy import ConfidenceScheduled, CostProfile, FixedK, Oracle, Outcome, Signals, VerifyPolicy
+from dspark.policy import (
+    Bandit,
+    ConfidenceScheduled,
+    ConfidenceThreshold,
+    CostProfile,
+    DistributionOracle,
+    FixedK,
+    Goodput,
+    Oracle,
+    Outcome,
+    Signals,
+    TrackedProfile,
+    VerifyPolicy,
+)
 from dspark.testing import Turn, assert_non_anticipating, find_anticipation, random_history
 from tests.laws.toys import CURVES
 
@@ -25,6 +38,27 @@ SHIPPED: dict[str, Callable[[], VerifyPolicy]] = {
     },
     "oracle": lambda: Oracle({r: [0, 3, 1, 2] for r in range(3)}),
 }
+
+
+def known(signals: Signals) -> Tensor:
+    """The true chances, which these histories give as their confidence."""
+    assert signals.confidence is not None
+    return signals.confidence
+
+
+ADJUSTED: dict[str, Callable[[], VerifyPolicy]] = {
+    "oracle of the law": lambda: DistributionOracle(CURVES["bend"], known),
+    "threshold": lambda: ConfidenceThreshold(0.5),
+    "threshold per slot": lambda: ConfidenceThreshold(0.7, per_slot=True),
+    "goodput": lambda: Goodput(CURVES["bend"], shrinkage=0.5, explore=2),
+    "bandit": lambda: Bandit(CURVES["bend"]),
+    "floors": lambda: ConfidenceScheduled(CURVES["steep"], floor={0: 1, 2: 2}),
+    "floor, lag 2": lambda: ConfidenceScheduled(CURVES["jagged"], lag=2, floor=1),
+    "weights": lambda: ConfidenceScheduled(CURVES["bend"], weights={0: 0.1, 1: 2.0}, caps={1: 2}),
+    "weights, lag 2": lambda: ConfidenceScheduled(CURVES["jagged"], lag=2, weights={0: 0.1}),
+    "tracked": lambda: ConfidenceScheduled(TrackedProfile(CURVES["bend"])),
+}
+"""Other policies, and the scheduler with all that a caller may set."""
 
 EDGES = st.sampled_from([0.0, 0.25, 0.5, 0.8, 0.9, 1.0])
 CONFIDENCE = EDGES | st.floats(0, 1, width=32)
@@ -52,6 +86,13 @@ def histories(draw: st.DrawFn) -> list[Turn]:
 @pytest.mark.parametrize("policy", SHIPPED)
 def test_shipped_policies_do_not_anticipate(policy: str, history: list[Turn]) -> None:
     assert_non_anticipating(SHIPPED[policy], [history])
+
+
+@settings(max_examples=8)
+@given(history=histories())
+@pytest.mark.parametrize("policy", ADJUSTED)
+def test_other_policies_and_settings_do_not_anticipate(policy: str, history: list[Turn]) -> None:
+    assert_non_anticipating(ADJUSTED[policy], [history])
 
 
 @given(seconds=st.lists(st.floats(0.05, 8), min_size=2, max_size=13), lag=st.sampled_from([0, 2]), history=histories())
@@ -108,6 +149,19 @@ class Crossed(Planted):
         return torch.where(confidence.roll(1, 0)[:, -1] > 0.5, caps, 0)
 
 
+class FloorOfTheConfident(ConfidenceScheduled):
+    """A floor that is no constant: a request whose block looks good is given two drafts."""
+
+    def __init__(self) -> None:
+        super().__init__(CURVES["steep"])
+
+    def plan(self, signals: Signals) -> Tensor:
+        assert signals.confidence is not None
+        good = (signals.confidence.mean(1) > 0.6).tolist()
+        self.floor = {request: 2 * int(own) for request, own in zip(signals.request_ids, good, strict=True)}
+        return super().plan(signals)
+
+
 class LagLost(ConfidenceScheduled):
     """The lagged scheduler, but from its third round on it takes the budget of the round itself."""
 
@@ -141,6 +195,7 @@ class Fickle(Planted):
         (BlockMean, "round 0: request 0 verifies"),
         (OneAhead, "round 0: request 0 verifies"),
         (Crossed, "confidences past those entries"),
+        (FloorOfTheConfident, "round 0: request 0 verifies"),
         (LagLost, "round [23]: .* after a change of"),
         (Fickle, "planning twice"),
     ],

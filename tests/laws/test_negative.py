@@ -64,6 +64,30 @@ def test_the_same_gate_on_what_was_known_before_the_draw_is_lossless() -> None:
     assert total_variation(law, plain_law([honest])) < LAW
 
 
+class MostLikelyDrafts(FixedK):
+    """A budget that goes to the drafts which the drafter itself gave the largest probability, as realised."""
+
+    def plan(self, signals: Signals) -> Tensor:
+        assert signals.confidence is not None
+        return schedule_prefix(
+            signals.confidence, None, mode="budget", budget=torch.tensor(self.k), max_lengths=signals.max_lengths
+        )
+
+
+def test_a_budget_ranked_by_realised_draft_probabilities_is_lossy() -> None:
+    """Of two requests with one draft each the one with the likelier token is verified; of the other, p is drawn.
+
+    Request 0 is verified if q(x_0) >= q(x_1): surely if x_0 is token 0, with probability .4 if 1, with .1 if 2.
+    """
+    p, q = (0.5, 0.3, 0.2), (0.6, 0.3, 0.1)
+    peeking = constant(p, q, 2, lambda prefix, draft: [q[token] for token in draft])
+    law = exact_law([peeking, peeking], RatioToy(), MostLikelyDrafts(1), draft_len=1, length=1)
+    assert first_token(law) == pytest.approx([0.635, 0.201, 0.164], abs=LAW)
+    known_before = constant(p, q, 2, lambda prefix, draft: [0.9] * len(draft))
+    honest = exact_law([known_before] * 2, RatioToy(), MostLikelyDrafts(1), draft_len=1, length=1)
+    assert total_variation(honest, plain_law([known_before] * 2, length=1)) < LAW
+
+
 class AcceptedOnly(Oracle):
     """An oracle that verifies the drafts that will be accepted and not the one that will be rejected."""
 

@@ -15,12 +15,14 @@ NUM_PAGES = 9
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """A pool against its specification: a set of pages, each owned by at most one request."""
+    """A pool against its specification: lists of held pages, and the keys of kept ones, idle in order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = PagePool(NUM_PAGES)
         self.owned: list[list[int]] = []
+        self.keys: dict[int, bytes] = {}
+        self.idle: list[int] = []
 
     @property
     def taken(self) -> list[int]:
@@ -28,11 +30,17 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(n=st.integers(0, NUM_PAGES + 1))
     def allocate(self, n: int) -> None:
-        free = NUM_PAGES - len(self.taken)
+        free = NUM_PAGES - len(set(self.taken))
         pages = self.pool.allocate(n)
         assert (pages is None) == (n > free)
         if pages is not None:
             assert len(pages) == n
+            evicted = self.idle[: max(0, n - (free - len(self.idle)))]
+            assert set(evicted) <= set(pages)
+            for page in evicted:
+                self.idle.remove(page)
+                del self.keys[page]
+            assert not self.keys.keys() & set(pages)
             self.owned.append(pages)
 
     @precondition(lambda self: self.owned)
@@ -40,7 +48,8 @@ class PoolMachine(RuleBasedStateMachine):
     def free(self, data: st.DataObject) -> None:
         pages = self.owned.pop(data.draw(st.integers(0, len(self.owned) - 1)))
         self.pool.free(pages)
-        if pages:
+        self.idle += [page for page in pages if page in self.keys and page not in self.taken]
+        if not set(pages) <= set(self.taken):
             with pytest.raises(ValueError, match="taken from this pool"):
                 self.pool.free(pages)
 
@@ -50,12 +59,43 @@ class PoolMachine(RuleBasedStateMachine):
         with pytest.raises(ValueError, match="distinct"):
             self.pool.free([self.taken[0], self.taken[0]])
 
+    @precondition(lambda self: self.owned)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        pages = data.draw(st.sampled_from(self.owned))
+        self.pool.share(pages)
+        self.owned.append(list(pages))
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data(), key=st.binary(max_size=1))
+    def keep(self, data: st.DataObject, key: bytes) -> None:
+        page = data.draw(st.sampled_from(self.taken))
+        if self.keys.get(page, key) != key:
+            with pytest.raises(ValueError, match="under another key"):
+                self.pool.keep(page, key)
+            return
+        self.pool.keep(page, key)
+        if key not in self.keys.values():
+            self.keys[page] = key
+
+    @precondition(lambda self: self.keys)
+    @rule(data=st.data())
+    def find_and_share(self, data: st.DataObject) -> None:
+        page, key = data.draw(st.sampled_from(sorted(self.keys.items())))
+        assert self.pool.find(key) == page
+        self.pool.share([page])
+        self.owned.append([page])
+        if page in self.idle:
+            self.idle.remove(page)
+
     @invariant()
-    def pages_are_owned_once(self) -> None:
+    def pages_are_held_as_often_as_they_are_owned(self) -> None:
         taken = self.taken
-        assert len(set(taken)) == len(taken)
-        assert set(taken) <= set(range(NUM_PAGES))
-        assert self.pool.num_free == NUM_PAGES - len(taken)
+        assert [self.pool.holders(page) for page in range(NUM_PAGES)] == [taken.count(p) for p in range(NUM_PAGES)]
+        assert self.pool.num_free == NUM_PAGES - len(set(taken))
+        for page in range(NUM_PAGES):
+            assert self.pool.is_kept(page) == (page in self.keys)
+            assert self.pool.is_writable(page) == (taken.count(page) == 1 and page not in self.keys)
 
 
 TestPool = PoolMachine.TestCase
@@ -70,6 +110,20 @@ def test_pages_that_were_not_taken_cannot_be_freed(pages: list[int]) -> None:
     with pytest.raises(ValueError, match="taken from this pool"):
         pool.free(pages)
     assert pool.num_free == 1
+
+
+@pytest.mark.parametrize("pages", [[1], [0, 0], [0, 99], [-1]])
+def test_free_pages_cannot_be_shared(pages: list[int]) -> None:
+    pool = PagePool(4)
+    assert pool.allocate(1) == [0]
+    with pytest.raises(ValueError, match="taken from this pool or kept in it"):
+        pool.share(pages)
+    assert pool.holders(0) == 1
+
+
+def test_a_free_page_cannot_be_kept() -> None:
+    with pytest.raises(ValueError, match="page must be taken from this pool, got 2"):
+        PagePool(4).keep(2, b"key")
 
 
 def test_wrong_counts_raise() -> None:

@@ -1,4 +1,4 @@
-"""Appending to the paged cache: what is written, and that nothing else is."""
+"""The references of the ops on the paged cache: what is written, and that nothing else is."""
 
 from __future__ import annotations
 
@@ -7,14 +7,29 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dspark.ops.cache import append_kv
+from dspark.models.config import ModelConfig
+from dspark.models.rotary import Rotary
+from dspark.models.transformer import Attention
+from dspark.ops.cache import append_kv, commit_kv, copy_pages, rope_append_kv
 from dspark.ops.types import PagedKV
+from tests.ops.caches import (
+    CACHE_DTYPES,
+    FLOAT8,
+    NAN,
+    STACKS,
+    CommitCase,
+    Stack,
+    assert_same_bits,
+    bits,
+    commit_cases,
+    make_commit,
+)
+from tests.tolerances import ROTARY
 
-NAN = float("nan")
 HEADS, DIM = 2, 4
 
 
@@ -34,10 +49,9 @@ def copy(kv: PagedKV) -> PagedKV:
     return PagedKV(kv.k.clone(), kv.v.clone())
 
 
-def assert_same_bits(got: PagedKV, expected: PagedKV) -> None:
-    for x, y in ((got.k, expected.k), (got.v, expected.v)):
-        as_int = torch.int32 if x.dtype == torch.float32 else torch.int16
-        assert torch.equal(x.contiguous().view(as_int), y.contiguous().view(as_int))
+def assert_same_pages(got: PagedKV, expected: PagedKV) -> None:
+    assert_same_bits(got.k, expected.k)
+    assert_same_bits(got.v, expected.v)
 
 
 def write_by_hand(k: Tensor, v: Tensor, kv: PagedKV, slots: list[int]) -> None:
@@ -61,7 +75,7 @@ def test_writes_its_rows_and_nothing_else(data: st.DataObject) -> None:
     expected = copy(kv)
     write_by_hand(k, v, expected, slots)
     append_kv(k, v, kv, torch.tensor(slots, dtype=dtype))
-    assert_same_bits(kv, expected)
+    assert_same_pages(kv, expected)
 
 
 @pytest.mark.parametrize("slots", [[-1, 0], [0, -1], [-1, -1, 0, 5], [-1, 5, -1]], ids=str)
@@ -72,7 +86,7 @@ def test_p07_skipped_rows_beside_slot_zero(slots: list[int]) -> None:
     expected = copy(kv)
     write_by_hand(k, v, expected, slots)
     append_kv(k, v, kv, torch.tensor(slots))
-    assert_same_bits(kv, expected)
+    assert_same_pages(kv, expected)
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
@@ -80,7 +94,7 @@ def test_p07_all_rows_skipped(count: int) -> None:
     kv = used_cache(2, 4)
     expected = copy(kv)
     append_kv(*new_rows(count), kv, torch.full((count,), -1))
-    assert_same_bits(kv, expected)
+    assert_same_pages(kv, expected)
 
 
 LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], PagedKV]]] = {
@@ -121,7 +135,7 @@ def test_rounds_to_the_cache(dtype: torch.dtype) -> None:
     expected = copy(kv)
     write_by_hand(k.to(dtype), v.to(dtype), expected, [6, -1, 1])
     append_kv(k, v, kv, torch.tensor([6, -1, 1]))
-    assert_same_bits(kv, expected)
+    assert_same_pages(kv, expected)
 
 
 def test_p06_offsets_beyond_32_bits() -> None:
@@ -154,7 +168,7 @@ FAULTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "mixed dtypes": ({"v": torch.zeros(3, HEADS, DIM).half()}, TypeError, "v: expected dtype float32, got float16"),
     "integer rows": ({"k": torch.zeros(3, HEADS, DIM).long()}, TypeError, "k: expected dtype"),
     "backend": ({"backend": "fast"}, ValueError, "backend"),
-    "no kernel": ({"backend": "triton"}, ValueError, "backend: append_kv has no Triton kernel"),
+    "one scale": ({"k_scale": torch.ones(HEADS)}, ValueError, "kv.k_scale: only a float8_e4m3fn cache has scales"),
 }
 
 
@@ -163,7 +177,7 @@ def test_bad_arguments(changes: dict[str, Any], error: type[Exception], message:
     k, v = new_rows(3)
     kv = used_cache(2, 4)
     expected = copy(kv)
-    bad = PagedKV(kv.k, changes.get("pages", kv.v))
+    bad = PagedKV(kv.k, changes.get("pages", kv.v), changes.get("k_scale"))
     with pytest.raises(error, match=message):
         append_kv(
             changes.get("k", k),
@@ -172,4 +186,233 @@ def test_bad_arguments(changes: dict[str, Any], error: type[Exception], message:
             changes.get("slots", torch.tensor([0, 1, 2])),
             backend=changes.get("backend", "auto"),
         )
-    assert_same_bits(kv, expected)
+    assert_same_pages(kv, expected)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_float8_holds_the_number_over_its_scale(scaled: bool) -> None:
+    k, v = new_rows(3)
+    k[0, 0, 0], k[0, 1, 0], k[1, 0, 0], v[1, 1, 1] = 1e6, -1e6, NAN, float("inf")
+    scales = (torch.tensor([0.5, 2.0]), torch.tensor([1.0, 0.25])) if scaled else (None, None)
+    kv = used_cache(2, 4, FLOAT8)
+    kv = PagedKV(kv.k, kv.v, *scales)
+    append_kv(k, v, kv, torch.tensor([6, -1, 1]))
+    for pages, new, scale in ((kv.k, k, scales[0]), (kv.v, v, scales[1])):
+        for row, slot in ((0, 6), (2, 1)):
+            for head in range(HEADS):
+                expected = (new[row, head] / (1 if scale is None else scale[head])).clamp(-448, 448).to(FLOAT8)
+                assert_same_bits(pages[slot // 4, slot % 4, head], expected)
+
+
+def test_float8_saturates_and_keeps_nan() -> None:
+    k = torch.tensor([1e6, -1e6, NAN, float("inf")]).expand(1, HEADS, DIM)
+    kv = used_cache(1, 1, FLOAT8)
+    append_kv(k, k, kv, torch.tensor([0]))
+    assert kv.k[0, 0, 0].float().nan_to_num(7.0).tolist() == [448.0, -448.0, 7.0, 448.0]
+
+
+SCALE_FAULTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "alone": ({"v_scale": None}, ValueError, 'kv.v_scale: expected shape "Hkv", as the other scale has, got None'),
+    "shape": ({"v_scale": torch.ones(3)}, ValueError, r'kv.v_scale: expected shape "Hkv" with Hkv = 2'),
+    "dtype": ({"k_scale": torch.ones(2).half()}, TypeError, "kv.k_scale: expected dtype float32"),
+}
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), SCALE_FAULTS.values(), ids=SCALE_FAULTS.keys())
+def test_bad_scales(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    kv = used_cache(1, 4, FLOAT8)
+    scales = {"k_scale": torch.ones(2), "v_scale": torch.ones(2), **changes}
+    with pytest.raises(error, match=message):
+        append_kv(*new_rows(3), PagedKV(kv.k, kv.v, **scales), torch.tensor([0, 1, 2]))
+
+
+def attention_layer(qk_norm: bool) -> tuple[ModelConfig, Attention]:
+    config = ModelConfig(8, 16, 16, 1, 4, HEADS, head_dim=6, qk_norm=qk_norm)
+    torch.manual_seed(0)
+    layer = Attention(config)
+    if qk_norm:
+        for norm in (layer.q_norm, layer.k_norm):
+            torch.nn.init.normal_(norm.weight)  # type: ignore[arg-type]
+    return config, layer
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_rotated_as_the_attention_layer_does(qk_norm: bool) -> None:
+    """``Attention.queries`` and ``keys_values``, of which only the projections are left to the caller."""
+    config, layer = attention_layer(qk_norm)
+    x, positions = torch.randn(5, 16), torch.tensor([0, 3, 100, 4096, 7])
+    slots = torch.tensor([3, -1, 0, 6, 5])
+    cos, sin = Rotary(config)(positions, torch.float32)
+    with torch.no_grad():
+        q_expected = layer.queries(x, cos, sin)
+        k_expected, v_expected = layer.keys_values(x, cos, sin)
+        q, k, v = (p(x).unflatten(-1, (-1, 6)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    kv = PagedKV(*torch.full((2, 2, 4, HEADS, 6), NAN))
+    weights = {"q_norm": layer.q_norm.weight.detach(), "k_norm": layer.k_norm.weight.detach()} if qk_norm else {}
+    norms: dict[str, Any] = {**weights, "eps": 1e-6} if qk_norm else {}
+    out = rope_append_kv(q, k, v, kv, slots, cos=cos, sin=sin, **norms)
+    torch.testing.assert_close(out, q_expected, rtol=0, atol=ROTARY)
+    written = [0, 2, 3, 4]
+    torch.testing.assert_close(kv.k.flatten(0, 1)[slots[written]], k_expected[written], rtol=0, atol=ROTARY)
+    assert torch.equal(kv.v.flatten(0, 1)[slots[written]], v_expected[written])
+    for pages in (kv.k, kv.v):
+        assert pages.flatten(0, 1)[[1, 2, 4, 7]].isnan().all()
+    in_place = q.clone()
+    assert rope_append_kv(in_place, k, v, kv, slots, cos=cos, sin=sin, **norms, out=in_place) is in_place
+    assert torch.equal(in_place, out)
+
+
+def rotary_arguments(**changes: Any) -> dict[str, Any]:
+    k, v = new_rows(3)
+    arguments = {"q": torch.randn(3, 4, DIM), "k": k, "v": v, "kv": used_cache(2, 4), "slots": torch.tensor([0, 1, 2])}
+    return arguments | {"cos": torch.ones(3, 1, DIM), "sin": torch.ones(3, 1, DIM)} | changes
+
+
+ROTARY_FAULTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "q rows": ({"q": torch.zeros(2, 4, DIM)}, ValueError, r'q: expected shape "T Hq D" with T = 3'),
+    "q dtype": ({"q": torch.zeros(3, 4, DIM).half()}, TypeError, "q: expected dtype float32, got float16"),
+    "cos": ({"cos": torch.ones(3, DIM)}, ValueError, r'cos: expected shape "T 1 D"'),
+    "sin": ({"sin": torch.ones(3, 1, 2)}, ValueError, r'sin: expected shape "T 1 D" with D = 4'),
+    "norm": ({"q_norm": torch.ones(3), "eps": 1e-6}, ValueError, r'q_norm: expected shape "D" with D = 4'),
+    "no eps": ({"k_norm": torch.ones(DIM)}, ValueError, "eps: expected a number with q_norm or k_norm"),
+    "eps alone": ({"eps": 1e-6}, ValueError, "eps: expected .* None without them, got 1e-06"),
+    "out": ({"out": torch.zeros(3, 2, DIM)}, ValueError, r'out: expected shape "T Hq D" with Hq = 4'),
+    "integers": ({"cos": torch.ones(3, 1, DIM).long()}, TypeError, "cos: expected dtype"),
+    "keys": ({"k": torch.zeros(3, 3, DIM)}, ValueError, r'k: expected shape "T Hkv D" with Hkv = 2'),
+}
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), ROTARY_FAULTS.values(), ids=ROTARY_FAULTS.keys())
+def test_bad_rotary_arguments(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        rope_append_kv(**rotary_arguments(**changes))
+
+
+def test_an_odd_head_cannot_be_rotated() -> None:
+    k = torch.zeros(1, 1, 3)
+    kv, cos = PagedKV(*torch.zeros(2, 1, 1, 1, 3)), torch.ones(1, 1, 3)
+    with pytest.raises(ValueError, match='q: expected shape "T Hq D" with an even D'):
+        rope_append_kv(k, k, k, kv, torch.tensor([0]), cos=cos, sin=cos)
+
+
+@pytest.mark.parametrize("layout", STACKS)
+@pytest.mark.parametrize("dtype", CACHE_DTYPES, ids=str)
+@settings(max_examples=6)
+@given(case=commit_cases(24))
+def test_a_path_is_moved_to_the_slots_after_the_context(layout: str, dtype: torch.dtype, case: CommitCase) -> None:
+    stack = Stack.make(layout, (2, 6, 4, HEADS, DIM), dtype)
+    expected, one_by_one = stack.clone(), stack.clone()
+    case.apply(expected)
+    commit_kv(stack.kv, *case.arguments)
+    assert_same_bits(stack.base, expected.base)
+    for layer in range(2):
+        commit_kv(one_by_one.layer(layer), *case.arguments)
+    assert_same_bits(one_by_one.base, expected.base)
+
+
+@given(case=commit_cases(24, "chain"))
+def test_of_a_chain_nothing_is_moved(case: CommitCase) -> None:
+    stack = Stack.make("heads before tokens", (1, 6, 4, HEADS, DIM))
+    before = stack.base.clone()
+    commit_kv(stack.kv, *case.arguments)
+    assert_same_bits(stack.base, before)
+
+
+def test_a_path_that_is_moved_onto_itself() -> None:
+    """Sources and targets overlap: row 1 receives what row 2 held, row 2 what row 3 held."""
+    kv = PagedKV(*torch.arange(6.0).repeat(2).view(2, 2, 3, 1, 1))
+    case = make_commit([[0, 2, 3, 5]], [6], range(6))
+    commit_kv(kv, *case.arguments)
+    assert kv.k.flatten().tolist() == [0.0, 2.0, 3.0, 5.0, 4.0, 5.0]
+
+
+BAD_PATHS = [[0, -1, 3], [0, 0, 1], [0, 2, 9], [-1, 2, 3]]
+
+
+@pytest.mark.parametrize("path", BAD_PATHS, ids=str)
+def test_p07_entries_that_name_no_later_row_move_nothing(path: list[int]) -> None:
+    kv = PagedKV(*torch.arange(6.0).repeat(2).view(2, 2, 3, 1, 1))
+    expected = [float(p) if i < p < 4 else float(i) for i, p in enumerate(path)] + [3.0, 4.0, 5.0]
+    commit_kv(kv, torch.tensor([path]), torch.tensor([3]), torch.tensor([0, 4]), torch.arange(6))
+    assert kv.k.flatten().tolist() == expected
+
+
+def test_p12_padded_requests_and_rows_are_not_touched() -> None:
+    stack = Stack.make("keys and values in one page", (2, 2, 4, HEADS, DIM))
+    before = stack.base.clone()
+    path, none = torch.full((3, 4), -1), torch.zeros(3, dtype=torch.int64)
+    commit_kv(stack.kv, path, none, torch.zeros(4, dtype=torch.int64), torch.full((5,), -1))
+    assert_same_bits(stack.base, before)
+
+
+@pytest.mark.parametrize("layout", STACKS)
+@pytest.mark.parametrize("dtype", CACHE_DTYPES, ids=str)
+def test_pages_are_copied_whole(layout: str, dtype: torch.dtype) -> None:
+    stack = Stack.make(layout, (2, 6, 4, HEADS, DIM), dtype)
+    expected = stack.clone()
+    for pages in (*expected.kv.k, *expected.kv.v):
+        pages[5], pages[1] = pages[0].clone(), pages[3].clone()
+    copy_pages(stack.kv, torch.tensor([-1, 0, 3, 2]), torch.tensor([4, 5, 1, -1]))
+    assert_same_bits(stack.base, expected.base)
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_p07_no_page_to_copy(count: int) -> None:
+    stack = Stack.make("heads before tokens", (1, 2, 4, HEADS, DIM))
+    before = stack.base.clone()
+    nothing = torch.full((count,), -1)
+    copy_pages(stack.kv, nothing, nothing)
+    assert_same_bits(stack.base, before)
+
+
+PAGE_FAULTS: dict[str, tuple[Callable[[PagedKV], None], type[Exception], str]] = {
+    "path shape": (
+        lambda kv: commit_kv(kv, torch.zeros(2).long(), *torch.zeros(3, 2).long()),
+        ValueError,
+        r'path: expected shape "R N"',
+    ),
+    "path dtype": (
+        lambda kv: commit_kv(kv, torch.zeros(1, 2).int(), torch.zeros(1).long(), *torch.zeros(2, 2).long()),
+        TypeError,
+        "path: expected dtype int64, got int32",
+    ),
+    "counts": (
+        lambda kv: commit_kv(kv, torch.zeros(1, 2).long(), *torch.zeros(3, 2).long()),
+        ValueError,
+        r'num_emitted: expected shape "R" with R = 1',
+    ),
+    "starts": (
+        lambda kv: commit_kv(kv, torch.zeros(2, 2).long(), *torch.zeros(3, 2).long()),
+        ValueError,
+        r'query_start: expected shape "R\+1" with R\+1 = 3',
+    ),
+    "target shape": (
+        lambda kv: copy_pages(kv, torch.zeros(2).long(), torch.zeros(3).long()),
+        ValueError,
+        r'target: expected shape "n" with n = 2',
+    ),
+    "target dtype": (
+        lambda kv: copy_pages(kv, torch.zeros(2).long(), torch.zeros(2).int()),
+        TypeError,
+        "target: expected dtype int64, got int32",
+    ),
+    "layers": (
+        lambda kv: copy_pages(PagedKV(kv.k[None], kv.v), *torch.zeros(2, 1).long()),
+        ValueError,
+        r'kv.v: expected shape "L P S Hkv D"',
+    ),
+    "backend": (
+        lambda kv: copy_pages(kv, *torch.zeros(2, 1).long(), backend="fast"),  # type: ignore[arg-type]
+        ValueError,
+        "backend",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), PAGE_FAULTS.values(), ids=PAGE_FAULTS.keys())
+def test_bad_page_arguments(call: Callable[[PagedKV], None], error: type[Exception], message: str) -> None:
+    kv = used_cache(2, 4)
+    before = bits(kv.k).clone()
+    with pytest.raises(error, match=message):
+        call(kv)
+    assert torch.equal(bits(kv.k), before)

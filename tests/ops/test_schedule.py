@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dspark.ops.schedule import ScheduleMode, schedule_prefix
+from dspark.ops.schedule import schedule_prefix
+from dspark.ops.schedule_reference import MAX_ROWS, UNIT_BITS, ScheduleMode
 
 NAN = float("nan")
+UNIT = 2**UNIT_BITS
 FLAT = torch.ones(64, dtype=torch.float64)
 
 
@@ -20,28 +23,56 @@ def lengths(confidence: list[list[float]], speed: Tensor | None, **options: Any)
     return schedule_prefix(torch.tensor(confidence, dtype=torch.float64), speed, **options).tolist()
 
 
-def candidates(confidence: list[list[float]], caps: list[int] | None) -> list[tuple[float, int, int]]:
-    """Every admissible draft ``(survival, request, slot)``, the most likely first, ties by (request, slot)."""
-    found = []
-    for r, row in enumerate(confidence):
-        survival = 1.0
-        for k, c in enumerate(row):
-            survival *= c
-            if survival > 0 and (caps is None or k < caps[r]):
-                found.append((survival, r, k))
-    return sorted(found, key=lambda x: (-x[0], x[1], x[2]))
+@dataclass(frozen=True)
+class Problem:
+    """A batch: confidences, a curve, and what may adjust the choice."""
+
+    confidence: list[list[float]]
+    speed: list[float]
+    caps: list[int] | None = None
+    floors: list[int] | None = None
+    weights: list[float] | None = None
+
+    def survivals(self) -> list[list[int]]:
+        """Of each draft, in whole units."""
+        found = []
+        for r, row in enumerate(self.confidence):
+            survival, own = 1.0, []
+            for c in row:
+                survival *= c
+                own.append(int((1.0 if self.weights is None else self.weights[r]) * survival * UNIT))
+            found.append(own)
+        return found
+
+    def ends(self, r: int) -> tuple[int, int]:
+        """The floor and the cap of a request."""
+        cap = len(self.confidence[r]) if self.caps is None else min(self.caps[r], len(self.confidence[r]))
+        return min(0 if self.floors is None else self.floors[r], cap), cap
+
+    def start(self) -> tuple[list[int], int]:
+        """Lengths and worth before the search."""
+        floors = [self.ends(r)[0] for r in range(len(self.confidence))]
+        anchors = sum(UNIT if self.weights is None else int(self.weights[r] * UNIT) for r in range(len(floors)))
+        return floors, anchors + sum(sum(own[:n]) for own, n in zip(self.survivals(), floors, strict=True))
+
+    def candidates(self) -> list[tuple[int, int, int]]:
+        """Every draft ``(worth, request, slot)`` to search, the most likely first, ties by (request, slot)."""
+        found = []
+        for r, own in enumerate(self.survivals()):
+            floor, cap = self.ends(r)
+            found += [(units, r, k) for k, units in enumerate(own) if units > 0 and floor <= k < cap]
+        return sorted(found, key=lambda x: (-x[0], x[1], x[2]))
 
 
-def algorithm_1(confidence: list[list[float]], speed: list[float], caps: list[int] | None = None) -> list[int]:
-    """Algorithm 1 as the paper prints it."""
-    admitted = [0] * len(confidence)
-    rows = len(confidence)
-    tau = float(rows)
-    best = tau * speed[rows]
-    for survival, r, k in candidates(confidence, caps):
+def algorithm_1(problem: Problem) -> list[int]:
+    """Algorithm 1 as the paper prints it, from the floors on."""
+    admitted, tau = problem.start()
+    rows = len(admitted) + sum(admitted)
+    best = tau * problem.speed[rows]
+    for survival, r, k in problem.candidates():
         rows += 1
         tau += survival
-        theta = tau * speed[rows]
+        theta = tau * problem.speed[rows]
         if theta <= best:
             break
         best = theta
@@ -49,24 +80,23 @@ def algorithm_1(confidence: list[list[float]], speed: list[float], caps: list[in
     return admitted
 
 
-def best_of_all(confidence: list[list[float]], speed: list[float], caps: list[int] | None = None) -> list[int]:
+def best_of_all(problem: Problem) -> list[int]:
     """The same walk without the stop: the first of the best totals."""
-    admitted = [0] * len(confidence)
-    rows = len(confidence)
-    tau = float(rows)
-    best, chosen = tau * speed[rows], list(admitted)
-    for survival, r, k in candidates(confidence, caps):
+    admitted, tau = problem.start()
+    rows = len(admitted) + sum(admitted)
+    best, chosen = tau * problem.speed[rows], list(admitted)
+    for survival, r, k in problem.candidates():
         rows += 1
         tau += survival
         admitted[r] = k + 1
-        if tau * speed[rows] > best:
-            best, chosen = tau * speed[rows], list(admitted)
+        if tau * problem.speed[rows] > best:
+            best, chosen = tau * problem.speed[rows], list(admitted)
     return chosen
 
 
-def first_of(confidence: list[list[float]], budget: int, caps: list[int] | None = None) -> list[int]:
-    admitted = [0] * len(confidence)
-    for _, r, k in candidates(confidence, caps)[: max(budget, 0)]:
+def first_of(problem: Problem, budget: int) -> list[int]:
+    admitted, _ = problem.start()
+    for _, r, k in problem.candidates()[: max(budget - sum(admitted), 0)]:
         admitted[r] = k + 1
     return admitted
 
@@ -76,10 +106,13 @@ probabilities = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 0.5, 1.0, 1.0]), st.f
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[list[list[float]], list[float], list[int] | None]:
-    requests, draft_len = draw(st.integers(1, 5)), draw(st.integers(1, 5))
-    row = st.lists(probabilities, min_size=draft_len, max_size=draft_len)
-    confidence = draw(st.lists(row, min_size=requests, max_size=requests))
+def problems(draw: st.DrawFn, max_requests: int = 5, max_drafts: int = 5) -> Problem:
+    requests, draft_len = draw(st.integers(1, max_requests)), draw(st.integers(1, max_drafts))
+
+    def each(elements: st.SearchStrategy[Any]) -> list[Any]:
+        return draw(st.lists(elements, min_size=requests, max_size=requests))
+
+    confidence = each(st.lists(probabilities, min_size=draft_len, max_size=draft_len))
     count = requests * (1 + draft_len) + 1
     if draw(st.booleans()):
         speed = draw(st.lists(st.floats(0.01, 10), min_size=count, max_size=count))  # jagged
@@ -87,49 +120,55 @@ def cases(draw: st.DrawFn) -> tuple[list[list[float]], list[float], list[int] | 
         base, slope = draw(st.floats(0.1, 20)), draw(st.floats(0, 1))
         step = draw(st.integers(1, 4))  # graphs pad to a multiple of it
         speed = [1 / (base + slope * -(-rows // step) * step) for rows in range(count)]
-    caps = draw(st.none() | st.lists(st.integers(0, draft_len + 1), min_size=requests, max_size=requests))
-    return confidence, speed, caps
-
-
-def scheduled(confidence: list[list[float]], speed: list[float], caps: list[int] | None, **options: Any) -> list[int]:
-    return lengths(
+    return Problem(
         confidence,
-        torch.tensor(speed, dtype=torch.float64),
-        max_lengths=None if caps is None else torch.tensor(caps),
-        **options,
+        speed,
+        caps=each(st.integers(0, draft_len + 1)) if draw(st.booleans()) else None,
+        floors=each(st.integers(0, draft_len + 1)) if draw(st.booleans()) else None,
+        weights=each(st.sampled_from([0.0, 0.25, 1.0]) | st.floats(0, 1)) if draw(st.booleans()) else None,
     )
 
 
-@given(cases())
-def test_early_stop_is_algorithm_1(case: tuple[list[list[float]], list[float], list[int] | None]) -> None:
-    assert scheduled(*case, mode="early_stop") == algorithm_1(*case)
+def arguments_of(problem: Problem) -> dict[str, Any]:
+    """A problem's tensors by the op's names."""
+    return {
+        "confidence": torch.tensor(problem.confidence, dtype=torch.float64),
+        "steps_per_second": torch.tensor(problem.speed, dtype=torch.float64),
+        "max_lengths": None if problem.caps is None else torch.tensor(problem.caps),
+        "min_lengths": None if problem.floors is None else torch.tensor(problem.floors),
+        "weights": None if problem.weights is None else torch.tensor(problem.weights, dtype=torch.float64),
+    }
 
 
-@given(cases())
-def test_global_is_the_best_of_all(case: tuple[list[list[float]], list[float], list[int] | None]) -> None:
-    assert scheduled(*case, mode="global") == best_of_all(*case)
+def scheduled(problem: Problem, **options: Any) -> list[int]:
+    return schedule_prefix(**arguments_of(problem), **options).tolist()
 
 
-@given(cases(), st.integers(-1, 30))
-def test_budget_takes_the_most_likely(
-    case: tuple[list[list[float]], list[float], list[int] | None], budget: int
-) -> None:
-    confidence, _, caps = case
-    assert scheduled(*case, mode="budget", budget=torch.tensor(budget)) == first_of(confidence, budget, caps)
+@given(problems())
+def test_early_stop_is_algorithm_1(problem: Problem) -> None:
+    assert scheduled(problem, mode="early_stop") == algorithm_1(problem)
 
 
-@given(cases(), st.data())
-def test_c9_early_stop_does_not_look_ahead(
-    case: tuple[list[list[float]], list[float], list[int] | None], data: st.DataObject
-) -> None:
+@given(problems())
+def test_global_is_the_best_of_all(problem: Problem) -> None:
+    assert scheduled(problem, mode="global") == best_of_all(problem)
+
+
+@given(problems(), st.integers(-1, 30))
+def test_budget_takes_the_most_likely(problem: Problem, budget: int) -> None:
+    assert scheduled(problem, mode="budget", budget=torch.tensor(budget)) == first_of(problem, budget)
+
+
+@given(problems(), st.data())
+def test_c9_early_stop_does_not_look_ahead(problem: Problem, data: st.DataObject) -> None:
     """Whether slot k is verified does not change with the request's later confidences, which its token influences."""
-    confidence, speed, caps = case
+    confidence = problem.confidence
     r = data.draw(st.integers(0, len(confidence) - 1))
     kept = data.draw(st.integers(0, len(confidence[r])))
     later = data.draw(st.lists(probabilities, min_size=len(confidence[r]) - kept, max_size=len(confidence[r]) - kept))
     other = [list(row) for row in confidence]
     other[r] = confidence[r][:kept] + later
-    before, after = (scheduled(c, speed, caps, mode="early_stop") for c in (confidence, other))
+    before, after = (scheduled(p, mode="early_stop") for p in (problem, replace(problem, confidence=other)))
     assert min(before[r], kept) == min(after[r], kept)
 
 
@@ -183,6 +222,48 @@ def test_a_jagged_curve_stops_one_search_and_not_the_other() -> None:
     speed = torch.tensor([9.0, 9.0, 1.0, 0.4, 1.0, 1.0], dtype=torch.float64)
     assert lengths([[0.9], [0.9]], speed, mode="early_stop") == [0, 0]
     assert lengths([[0.9], [0.9]], speed, mode="global") == [1, 1]
+
+
+def test_floors_are_verified_whatever_they_are_worth() -> None:
+    """Rows cost so much that the search takes nothing beyond them; a cap cuts a floor."""
+    steep = torch.tensor([1.0 / max(rows, 1) ** 2 for rows in range(64)], dtype=torch.float64)
+    floors, caps = torch.tensor([2, 0, 3, 9]), torch.tensor([3, 3, 1, 3])
+    for options in ({"mode": "early_stop"}, {"mode": "global"}, {"mode": "budget", "budget": torch.tensor(1)}):
+        got = lengths([[0.0] * 3] * 4, steep, min_lengths=floors, max_lengths=caps, **options)
+        assert got == [2, 0, 1, 3]
+
+
+def test_a_budget_pays_for_the_floors_first() -> None:
+    confidence = [[0.9, 0.9], [0.1, 0.1]]
+    floors = torch.tensor([0, 1])
+    chosen = [lengths(confidence, None, mode="budget", budget=torch.tensor(n), min_lengths=floors) for n in range(5)]
+    assert chosen == [[0, 1], [0, 1], [1, 1], [2, 1], [2, 2]]
+
+
+def test_the_search_counts_what_the_floors_gain() -> None:
+    """Three tokens expected at two rows: a third row must bring half as much again, and .9 of one is less."""
+    speed = torch.tensor([0.0, 1.0, 1.0, 2 / 3], dtype=torch.float64)
+    assert lengths([[1.0, 0.9]], speed, mode="early_stop", min_lengths=torch.tensor([1])) == [1]
+    assert lengths([[0.0, 0.9]], speed, mode="early_stop", min_lengths=torch.tensor([1])) == [1]
+
+
+def test_weights_rank_and_pay() -> None:
+    weights = torch.tensor([0.5, 1.0])
+    options = {"mode": "budget", "budget": torch.tensor(2)}
+    assert lengths([[0.9, 0.9], [0.5, 0.5]], None, **options) == [2, 0]
+    assert lengths([[0.9, 0.9], [0.5, 0.5]], None, weights=weights, **options) == [1, 1]
+    # 2.9 tokens at three quarters of the speed of 2, but 1.95 instead of 1.5.
+    speed = torch.tensor([0.0, 1.0, 1.0, 0.75, 0.1, 0.1, 0.1], dtype=torch.float64)
+    assert lengths([[0.9, 0.0], [0.0, 0.0]], speed, mode="early_stop") == [1, 0]
+    assert lengths([[0.9, 0.0], [0.0, 0.0]], speed, mode="early_stop", weights=weights) == [0, 0]
+    zero = torch.tensor([0.0, NAN])
+    assert lengths([[0.9, 0.9], [0.5, 0.5]], FLAT, mode="global", weights=zero) == [0, 0]
+
+
+def test_the_result_goes_where_it_is_wanted() -> None:
+    out = torch.empty(2, dtype=torch.int64)
+    assert schedule_prefix(torch.ones(2, 3), FLAT, mode="global", out=out) is out
+    assert out.tolist() == [3, 3]
 
 
 def test_caps() -> None:
@@ -247,7 +328,12 @@ FAULTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "caps": ({"max_lengths": torch.tensor([1])}, ValueError, r'max_lengths: expected shape "R" with R = 2'),
     "float caps": ({"max_lengths": torch.tensor([1.0, 2.0])}, TypeError, "max_lengths: expected dtype int64"),
     "backend": ({"backend": "cuda"}, ValueError, "backend"),
-    "no kernel": ({"backend": "triton"}, ValueError, "backend: schedule_prefix has no Triton kernel"),
+    "floors": ({"min_lengths": torch.ones(1, dtype=torch.int64)}, ValueError, 'min_lengths: expected shape "R"'),
+    "weights": ({"weights": torch.ones(2, 1)}, ValueError, 'weights: expected shape "R"'),
+    "integer weights": ({"weights": torch.ones(2).long()}, TypeError, "weights: expected dtype"),
+    "out": ({"out": torch.empty(3, dtype=torch.int64)}, ValueError, 'out: expected shape "R" with R = 2'),
+    "out dtype": ({"out": torch.empty(2)}, TypeError, "out: expected dtype int64"),
+    "too many": ({"confidence": torch.empty(1, device="meta").expand(MAX_ROWS, 3)}, ValueError, "confidence: expected"),
 }
 
 

@@ -38,7 +38,9 @@ def outcome(request_ids: tuple[int, ...], accepted: tuple[int, ...] = ()) -> Out
 def test_signals_hold_nothing_that_was_drawn() -> None:
     """A draft's token or probability here would let a policy decide from it; the outcome alone tells of draws."""
     names = {field.name for field in dataclasses.fields(Signals)}
-    assert names == {"request_ids", "max_lengths", "draft_len", "confidence"}
+    assert names == {
+        "request_ids", "max_lengths", "draft_len", "confidence", "margin", "weights", "classes", "context_tokens",
+    }  # fmt: skip
 
 
 # FixedK

@@ -1,0 +1,188 @@
+"""What temperatures did to a drafter's confidences, by position: as numbers, as text, as a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from dspark.policy.calibration import SequentialTemperatures, rounds_of
+from dspark.policy.reliability import Reliability
+from dspark.policy.traces import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The same predictions before and after."""
+
+    before: Reliability
+    after: Reliability
+
+
+@dataclass(frozen=True)
+class PositionReport:
+    """One position of the block, counted from 1.
+
+    Attributes:
+        position: which.
+        temperature: of requests whose class has none of its own.
+        draft: confidence of this draft, over the rounds in which those before it were accepted.
+        survival: running product of the confidences up to this one, over all rounds: are all these drafts accepted?
+    """
+
+    position: int
+    temperature: float
+    draft: Comparison
+    survival: Comparison
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """Confidences of a trace before and after temperatures.
+
+    Attributes:
+        requests, rounds: what it is about.
+        tau: mean of accepted + 1.
+        draft, survival: as of :class:`PositionReport`, of all positions together.
+        positions: one each.
+    """
+
+    requests: int
+    rounds: int
+    tau: float
+    draft: Comparison
+    survival: Comparison
+    positions: tuple[PositionReport, ...]
+
+    @property
+    def survival_ece(self) -> tuple[float, float]:
+        """Calibration error of the running product before and after: the mean over positions, which the temperatures
+        are to lower."""
+        count = len(self.positions)
+        return (
+            sum(p.survival.before.ece for p in self.positions) / count,
+            sum(p.survival.after.ece for p in self.positions) / count,
+        )
+
+    @property
+    def survival_floor(self) -> float:
+        """What that error would be, by chance, if the product after were exactly right."""
+        return sum(p.survival.after.floor for p in self.positions) / len(self.positions)
+
+    def markdown(self) -> str:
+        """A summary and a table, errors in percent."""
+        before, after = self.survival_ece
+        draft, auc = self.draft, self.draft.before.auc
+        head = [
+            f"{self.rounds} rounds of {self.requests} requests, τ = {self.tau:.2f}. "
+            f"AUC of the confidences: {'unknown' if auc is None else f'{auc:.3f}'}.",
+            "",
+            f"Calibration error of the running product, mean over positions: {100 * before:.1f} % before, "
+            f"{100 * after:.1f} % after, of which chance gives {100 * self.survival_floor:.1f} %. "
+            f"Of single drafts, all positions together: {100 * draft.before.ece:.1f} % before, "
+            f"{100 * draft.after.ece:.1f} % after, chance {100 * draft.after.floor:.1f} %.",
+            "",
+        ]
+        names = ["position", "T", "drafts", "accepted", "confidence", "after", "AUC", "ECE", "after", "chance"]
+        names += ["product ECE", "after", "chance"]
+        lines = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
+        for row in self.positions:
+            draft, survival = row.draft, row.survival
+            cells = [str(row.position), f"{row.temperature:.2f}", str(draft.before.count)]
+            cells += [_number(v) for v in (draft.before.observed, draft.before.predicted, draft.after.predicted)]
+            cells.append(_number(draft.before.auc))
+            for pair in (draft, survival):
+                cells += [f"{100 * v:.1f}" for v in (pair.before.ece, pair.after.ece, pair.after.floor)]
+            lines.append("| " + " | ".join(cells) + " |")
+        return "\n".join([*head, *lines]) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write everything as JSON, the bins of the reliability diagrams included."""
+        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+
+def calibration_report(
+    trace: Trace, temperatures: SequentialTemperatures, bins: int | None = None
+) -> CalibrationReport:
+    """Compare a trace's confidences, as they are and tempered, with what was accepted.
+
+    Args:
+        trace: rounds in which all drafts were verified; of other requests than those that were fitted on, see
+            :func:`~dspark.policy.calibration.split_by_request`. Domains are the classes of the temperatures.
+        temperatures: to judge.
+        bins: of calibration errors and diagrams; those of the fit by default.
+
+    Raises:
+        ValueError: the trace has no rows or no confidences, or there are fewer temperatures than drafts.
+    """
+    raw, accepted = rounds_of(trace)
+    tempered = temperatures.apply(raw, [trace.domains[d] for d in trace.domain.tolist()])
+    slot = torch.arange(trace.draft_len)
+    survived = slot < accepted[:, None]  # [n, G]
+    reached = slot <= accepted[:, None]
+    count = temperatures.bins if bins is None else bins
+
+    def compare(mask: torch.Tensor) -> tuple[Comparison, Comparison]:
+        """Of the slots in ``mask [n, G]``: the drafts reached, and the running products."""
+        drafts = [Reliability.of(c[mask & reached], survived[mask & reached], count) for c in (raw, tempered)]
+        products = [Reliability.of(c.cumprod(1)[mask], survived[mask], count) for c in (raw, tempered)]
+        return Comparison(*drafts), Comparison(*products)
+
+    positions = [
+        PositionReport(k + 1, temperatures.temperatures[k], *compare((slot == k).expand_as(reached)))
+        for k in range(trace.draft_len)
+    ]
+    draft, survival = compare(torch.ones_like(reached))
+    tau = float(accepted.double().mean()) + 1
+    return CalibrationReport(trace.num_requests, len(trace), tau, draft, survival, tuple(positions))
+
+
+def write_reliability_diagram(path: str | Path, report: CalibrationReport) -> None:
+    """Draw what was observed against what was predicted, for single drafts and for running products (PNG).
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            'a reliability diagram needs matplotlib; install it with: pip install "dspark[plot]"', name="matplotlib"
+        ) from error
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.8))
+    _diagram(axes[0], report.draft, "one draft, given those before it")
+    _diagram(axes[1], report.survival, "all drafts up to one")
+    figure.tight_layout()
+    figure.savefig(Path(path), dpi=120)
+    plt.close(figure)
+
+
+def _diagram(axes: Axes, pair: Comparison, title: str) -> None:
+    axes.plot([0, 1], [0, 1], color="black", linewidth=1)
+    for name, own in (("before", pair.before), ("after", pair.after)):
+        x, y = [b.predicted for b in own.bins], [b.observed for b in own.bins]
+        label = f"{name}: ECE {100 * own.ece:.1f} %"
+        axes.plot(x, y, "-", linewidth=1)
+        axes.scatter(x, y, s=_sizes([b.count for b in own.bins]), label=label)
+    axes.set(xlabel="predicted chance", ylabel="share accepted", title=title, xlim=(0, 1), ylim=(0, 1))
+    axes.legend(loc="upper left")
+    axes.grid(alpha=0.3)
+
+
+def _sizes(counts: Sequence[int]) -> list[float]:
+    return [10 + 90 * n / max(counts) for n in counts]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
