@@ -1,16 +1,25 @@
-"""``sample``, ``truncate`` and ``process_logits``: the references, and what a call costs the host."""
+"""``sample``, ``truncate`` and ``process_logits``: the references, what a call costs the host, kernels on a GPU."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import pytest
 import torch
 
+from benchmarks import gpu_timing
 from benchmarks.setup import CONTEXT, LARGE_VOCAB, ROWS, VOCAB, Benchmark, make_sampling
 from dspark.ops import Sampling, sample, truncate
+from dspark.ops.cost import Cost, ProcessCall, SampleCall, process_cost, sample_cost
 from dspark.ops.launch import recorded_launches
 from dspark.ops.process import process_logits
 from dspark.ops.types import Processors
+
+ROTATING_BYTES = 2**28
+"""More than any cache holds, so that a call finds its inputs in memory."""
+FLOPS_PER_LOGIT = 4
+"""Scale, compare, exponentiate, add; of a penalty, compare, scale, multiply, subtract."""
 
 
 def test_reference(benchmark: Benchmark, requests: int, sampling: Sampling) -> None:
@@ -56,3 +65,48 @@ def test_process_host_overhead(benchmark: Benchmark, requests: int) -> None:
         call()  # the first one imports the kernels
         benchmark(call)
         assert launches
+
+
+def _measure(benchmark: Any, calls: list[Any], cost: Cost, num_logits: int, **columns: Any) -> None:
+    benchmark.extra_info |= {**columns, "V": LARGE_VOCAB, "lower_bound": cost.lower_bound}
+    gpu_timing.measure(benchmark, calls, cost.total, FLOPS_PER_LOGIT * num_logits)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="times kernels on a GPU")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("num_rows", [1, 64, 512])
+def test_device_time(benchmark: Any, num_rows: int, temperature: float) -> None:
+    sampling, position = make_sampling(num_rows, temperature, "cuda"), torch.arange(num_rows, device="cuda")
+    cost = sample_cost(SampleCall(num_rows, LARGE_VOCAB, greedy=0 if temperature else num_rows))
+
+    def make_call() -> Any:
+        logits = torch.randn(num_rows, LARGE_VOCAB, device="cuda").bfloat16()
+        return lambda: sample(logits, sampling, position, backend="triton")
+
+    calls = [make_call() for _ in range(max(2, -(-ROTATING_BYTES // cost.lower_bound)))]
+    _measure(benchmark, calls, cost, num_rows * LARGE_VOCAB, T=num_rows, temperature=temperature)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="times kernels on a GPU")
+@pytest.mark.parametrize("penalties", [False, True])
+@pytest.mark.parametrize("num_requests", [1, 8, 64])
+def test_process_device_time(benchmark: Any, num_requests: int, penalties: bool) -> None:
+    num_rows = num_requests * ROWS
+    tokens = torch.randint(LARGE_VOCAB, (num_rows,), device="cuda")
+    query_start = torch.arange(num_requests + 1, device="cuda") * ROWS
+    banned = torch.randint(LARGE_VOCAB, (num_requests, 4), device="cuda")
+    cost = process_cost(ProcessCall([ROWS] * num_requests, LARGE_VOCAB, frequency=penalties, banned=4))
+
+    def make_call() -> Any:
+        logits = torch.randn(num_rows, LARGE_VOCAB, device="cuda").bfloat16()
+        processors = Processors(banned_tokens=banned)
+        if penalties:
+            counts = torch.zeros(num_requests, LARGE_VOCAB, dtype=torch.int32, device="cuda")
+            number = torch.full((num_requests,), 0.1, device="cuda")
+            processors = replace(processors, output_counts=counts, frequency_penalty=number)
+        return lambda: process_logits(
+            logits, tokens, query_start, processors=processors, max_query_len=ROWS, backend="triton"
+        )
+
+    calls = [make_call() for _ in range(max(2, -(-ROTATING_BYTES // cost.lower_bound)))]
+    _measure(benchmark, calls, cost, num_rows * LARGE_VOCAB, R=num_requests, penalties=penalties)

@@ -5,6 +5,7 @@ Plain decoding is the same code with no drafter: a round then verifies the ancho
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import get_args
@@ -13,19 +14,24 @@ import torch
 from torch import Tensor
 
 from dspark.admission import Admission
-from dspark.batch import Batch, DrafterContext
-from dspark.models.cache import PagePool, query_batch
+from dspark.batch import Batch, DrafterContext, Proposal, TreeShape
+from dspark.models.block_table import BlockTables
+from dspark.models.cache import query_batch
 from dspark.models.drafter import Drafter
+from dspark.models.pool import PagePool
 from dspark.models.target import Target
 from dspark.ops.accept import RULES_OF_Q, accept
-from dspark.ops.ragged import row_index
-from dspark.ops.types import DenseQ, Draft, Rule, Status, Verdict
+from dspark.ops.cache import commit_kv
+from dspark.ops.tree_checks import RULES_OF_TREES
+from dspark.ops.types import DenseQ, QueryBatch, Rule, Status, Tree, Verdict
 from dspark.policy.fixed import FixedK
+from dspark.policy.gated import DraftGate
 from dspark.policy.oracle import Oracle
 from dspark.policy.protocol import Outcome, Signals, VerifyPolicy
+from dspark.policy.traces import TraceRecorder
 from dspark.requests import Completion, Output, Request, Round, SamplingParams, mean_emitted
 
-__all__ = ["Completion", "Decoder", "Output", "Round", "SamplingParams", "mean_emitted"]
+__all__ = ["Completion", "Decoder", "Output", "Round", "SamplingParams", "TreeShape", "mean_emitted"]
 
 
 class Decoder:
@@ -37,15 +43,21 @@ class Decoder:
         policy: decides how many drafts to verify; all of them by default.
         rule: ``"coupled"`` (output bitwise equal to plain sampling with the same seed), ``"match"``, ``"ratio"``
             (Leviathan/Chen; same law, other draws) or ``"block"``; see :func:`~dspark.ops.accept.accept`.
-        draft_len: drafts per round (γ), at most the drafter's block size, which is the default.
+        draft_len: drafts per round (γ), at most the drafter's block size, which is the default; levels of a tree.
+        tree: draft trees of this size instead of chains, under ``"coupled"``, ``"match"`` or ``"recursive"``. A policy
+            then decides how many of the nodes to verify, and sees no confidence.
         num_pages, page_size: size of the key/value cache, shared by all requests.
         max_batch: most requests running at once.
+        prefix_caching: keep full pages of finished and running requests, and start a prompt from those that it begins
+            with. Their numbers were computed in other batches, so they may differ in the last bits.
+        recorder: told of every round, for a :class:`~dspark.policy.traces.Trace`; with chains alone.
+        margins: tell the policy and the recorder how far each slot's best token leads the second.
 
     Requests wait, in order, until the cache has room for all they may ever need, so a running request never runs out.
 
     Raises:
-        ValueError: an unknown rule, a draft length above the block size, a policy without a drafter, or an oracle
-            under ``"block"``.
+        ValueError: an unknown rule, a draft length above the block size, a policy or tree without a drafter, a tree
+            under a rule of chains, or an oracle under ``"block"`` or with trees.
     """
 
     def __init__(
@@ -56,9 +68,13 @@ class Decoder:
         rule: Rule = "coupled",
         *,
         draft_len: int | None = None,
+        tree: TreeShape | None = None,
         num_pages: int = 256,
         page_size: int = 16,
         max_batch: int = 8,
+        prefix_caching: bool = True,
+        recorder: TraceRecorder | None = None,
+        margins: bool = False,
     ) -> None:
         if rule not in get_args(Rule):
             raise ValueError(f"rule: expected one of {', '.join(get_args(Rule))}, got {rule!r}")
@@ -72,20 +88,31 @@ class Decoder:
             raise ValueError(f"max_batch: expected at least 1, got {max_batch}")
         if rule == "block" and isinstance(policy, Oracle):
             raise ValueError("policy: Oracle under rule 'block' would bias the output (see Oracle); take another")
-        self.target, self.drafter, self.rule = target, drafter, rule
-        self.policy: VerifyPolicy = policy if policy is not None else FixedK(self.draft_len)
-        self.page_size = page_size
+        if tree is not None:
+            if drafter is None:
+                raise ValueError("tree: needs a drafter, got None")
+            if rule not in RULES_OF_TREES:
+                raise ValueError(f"tree: expected a rule of {', '.join(RULES_OF_TREES)}, got {rule!r}")
+            if recorder is not None:
+                raise ValueError("recorder: a trace is of chains, and this decoder drafts trees")
+            if isinstance(policy, Oracle):
+                raise ValueError("policy: Oracle counts the drafts of a chain; take another with a tree")
+        self.target, self.drafter, self.rule, self.tree = target, drafter, rule, tree
+        self.num_drafts = self.draft_len if tree is None else tree.nodes
+        self.policy: VerifyPolicy = policy if policy is not None else FixedK(self.num_drafts)
+        self.page_size, self._recorder, self._margins = page_size, recorder, margins
         self._cache = target.new_cache(num_pages, page_size)
         self._context = None if drafter is None else DrafterContext(drafter, drafter.new_cache(num_pages, page_size))
         self._batch: Batch | None = None
+        caches = ("target",) if drafter is None else ("target", "draft")
         self._admission = Admission(
-            pool=PagePool(num_pages),
-            page_size=page_size,
+            tables=BlockTables(PagePool(num_pages), page_size, caches, reuse=prefix_caching),
             max_batch=max_batch,
-            look_ahead=block_size,
+            look_ahead=max(block_size, self.num_drafts),
             vocab_size=target.vocab_size,
             max_context=target.config.max_position_embeddings,
             unique_seeds=drafter is not None and rule in RULES_OF_Q,
+            processors=tree is None,
         )
 
     # Requests
@@ -98,7 +125,8 @@ class Decoder:
 
         Raises:
             ValueError: an empty prompt, a token id outside the vocabulary, a request that could never fit into the
-                model's context or into the cache, or (rules ``"ratio"``, ``"block"``) a seed used before.
+                model's context or into the cache, logits processors where trees are drafted, or (rules ``"ratio"``,
+                ``"block"``, ``"recursive"``) a seed used before.
         """
         return self._admission.add([(prompt, sampling or SamplingParams())])[0]
 
@@ -109,8 +137,8 @@ class Decoder:
 
     @property
     def free_pages(self) -> int:
-        """Pages of the cache that no running request holds."""
-        return self._admission.pool.num_free
+        """Pages of the cache that no running request holds, those kept for their content included."""
+        return self._admission.tables.pool.num_free
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
@@ -154,9 +182,9 @@ class Decoder:
 
     def _prefill(self, requests: list[Request]) -> list[Output]:
         batch = Batch.of(requests, self.target.vocab_size, self.target.device)
-        start, lengths = torch.zeros_like(batch.context_len), [len(r.prompt) for r in requests]
-        rows = query_batch(batch.block_table, start, lengths, self.page_size)
-        tokens = torch.tensor([t for r in requests for t in r.prompt], device=self.target.device)
+        start = torch.tensor([r.num_cached for r in requests], device=self.target.device)
+        rows = query_batch(batch.block_table, start, [len(r.prompt) - r.num_cached for r in requests], self.page_size)
+        tokens = torch.tensor([t for r in requests for t in r.prompt[r.num_cached :]], device=self.target.device)
         hidden, features = self.target.forward(tokens, rows, self._cache, self._feature_layers)
         if self._context is not None:
             self._context.extend(features, rows)
@@ -168,41 +196,67 @@ class Decoder:
 
     @torch.inference_mode()
     def _round(self, batch: Batch) -> list[Output]:
-        draft, caps = self._draft(batch)
-        lengths = self._plan(batch, draft, caps)
-        counts = [n + 1 for n in lengths.tolist()]
-        rows = batch.rows(counts, self.page_size)
-        proposed = batch.anchor[:, None] if draft is None else torch.cat([batch.anchor[:, None], draft.tokens], dim=1)
-        request, offset = row_index(rows.query_start, sum(counts))
-        tokens = proposed[request, offset]  # [T]
+        began, context_len = time.perf_counter(), batch.context_len
+        proposal, caps = self._draft(batch)
+        signals = self._signals(batch, proposal, caps)
+        lengths = torch.zeros_like(caps) if signals is None else self._plan(signals)
+        rows = batch.rows([n + 1 for n in lengths.tolist()], self.page_size)
+        tokens, rows, tree = proposal.verified(rows)
 
         hidden, features = self.target.forward(tokens, rows, self._cache, self._feature_layers)
-        verdict = self._accept(batch, hidden, tokens, rows.query_start, rows.max_query_len, draft)
+        verdict = self._accept(batch, hidden, tokens, rows.query_start, rows.max_query_len, proposal.q, tree)
 
+        if tree is not None:
+            commit_kv(self._cache.stacked, verdict.path, verdict.num_emitted, rows.query_start, rows.slots)
         if self._context is not None:
-            committed = torch.where(offset < verdict.num_emitted[request], rows.slots, -1)
-            self._context.extend(features, replace(rows, slots=committed))
-            self.policy.observe(Outcome(batch.ids, lengths, (verdict.num_emitted - 1).clamp(min=0)))
-        batch.context_len = batch.context_len + verdict.num_emitted
-        batch.anchor = verdict.tokens.gather(1, (verdict.num_emitted - 1).clamp(min=0)[:, None]).squeeze(1)
+            self._context.extend(features, replace(rows, slots=_committed_slots(verdict, rows)))
+        accepted = (verdict.num_emitted - 1).clamp(min=0)
+        batch.context_len = context_len + verdict.num_emitted
+        batch.anchor = verdict.tokens.gather(1, accepted[:, None]).squeeze(1)
 
-        outputs = self._record(batch.requests, verdict, lengths, 0 if draft is None else self.draft_len)
+        context_tokens = batch.context_tokens
+        outputs = self._record(batch.requests, verdict, lengths, proposal.tokens.shape[1] - 1)
+        if self._context is not None:
+            seconds = time.perf_counter() - began
+            outcome = Outcome(batch.ids, lengths, accepted, seconds, batch.classes, context_tokens)
+            self.policy.observe(outcome)
+            if self._recorder is not None:
+                self._recorder.record(signals, outcome, context=context_len, logprob=proposal.logprobs())
         if any(o.finish_reason for o in outputs):
             self._rebuild(batch.requests)
         return outputs
 
-    def _draft(self, batch: Batch) -> tuple[Draft | None, Tensor]:
-        """Propose a block for every request, unless none may verify any; with the cap on each one's verify length."""
+    def _draft(self, batch: Batch) -> tuple[Proposal, Tensor]:
+        """Draft for every request, unless none may verify anything; with the cap on each one's verify length."""
         longest = [min(self.draft_len, r.remaining - 1) for r in batch.requests]
-        caps = torch.tensor(longest, device=self.target.device)
-        if self._context is None or max(longest) == 0:
-            return None, caps
-        return self._context.propose(batch, self.draft_len, self.rule), caps
+        most = longest if self.tree is None else [self.num_drafts * (n > 0) for n in longest]
+        caps = torch.tensor(most, device=self.target.device)
+        if self._context is None or max(longest) == 0 or not self._is_worth_drafting(batch):
+            return Proposal(batch.anchor[:, None]), caps
+        return self._context.propose(batch, self.draft_len, self.rule, self.tree, self._margins), caps
 
-    def _plan(self, batch: Batch, draft: Draft | None, caps: Tensor) -> Tensor:
-        if draft is None:
-            return torch.zeros_like(caps)
-        lengths = self.policy.plan(Signals(batch.ids, caps, self.draft_len, draft.confidence))
+    def _is_worth_drafting(self, batch: Batch) -> bool:
+        """Some policies are asked before drafts, and their cost, are made."""
+        if not isinstance(self.policy, DraftGate):
+            return True
+        return self.policy.drafts(len(batch.requests), batch.context_tokens)
+
+    def _signals(self, batch: Batch, proposal: Proposal, caps: Tensor) -> Signals | None:
+        """What the policy sees; None where nothing was drafted."""
+        if proposal.tokens.shape[1] == 1:
+            return None
+        return Signals(
+            request_ids=batch.ids,
+            max_lengths=caps,
+            draft_len=self.num_drafts,
+            confidence=proposal.confidence,
+            margin=proposal.margin,
+            classes=batch.classes,
+            context_tokens=batch.context_tokens,
+        )
+
+    def _plan(self, signals: Signals) -> Tensor:
+        lengths, caps = self.policy.plan(signals), signals.max_lengths
         if lengths.shape != caps.shape or bool(((lengths < 0) | (lengths > caps)).any()):
             raise ValueError(
                 f"policy: expected lengths from 0 to {caps.tolist()}, got {lengths.tolist()} from {self.policy}"
@@ -210,7 +264,14 @@ class Decoder:
         return lengths
 
     def _accept(
-        self, batch: Batch, hidden: Tensor, tokens: Tensor, query_start: Tensor, width: int, draft: Draft | None = None
+        self,
+        batch: Batch,
+        hidden: Tensor,
+        tokens: Tensor,
+        query_start: Tensor,
+        width: int,
+        q: DenseQ | None = None,
+        tree: Tree | None = None,
     ) -> Verdict:
         logits = self.target.logits(hidden)
         processing = batch.processing
@@ -222,7 +283,9 @@ class Decoder:
             sampling=batch.sampling,
             position=batch.context_len,
             max_query_len=width,
-            q=None if draft is None or draft.logits is None else DenseQ(draft.logits),
+            q=q,
+            tree=tree,
+            max_branching=self.tree.branching if tree is not None and self.tree and q is not None else None,
         )
         return verdict if processing is None else processing.commit(verdict, logits, query_start)
 
@@ -232,20 +295,32 @@ class Decoder:
     def _feature_layers(self) -> tuple[int, ...]:
         return self.drafter.feature_layers if self.drafter is not None else ()
 
-    @staticmethod
     def _record(
-        requests: Sequence[Request], verdict: Verdict, lengths: Tensor | None = None, proposed: int = 0
+        self, requests: Sequence[Request], verdict: Verdict, lengths: Tensor | None = None, proposed: int = 0
     ) -> list[Output]:
         """Copy a verdict to the host and hand each request its part. ``lengths`` None is a prefill."""
         counts, ok = verdict.num_emitted.tolist(), (verdict.status == Status.OK).tolist()
         tokens, logprobs = verdict.tokens.tolist(), verdict.logprobs.tolist()
         verified = [None] * len(requests) if lengths is None else lengths.tolist()
-        return [
+        outputs = [
             request.take(tokens[i][: counts[i]], logprobs[i][: counts[i]], ok[i], proposed, verified[i])
             for i, request in enumerate(requests)
         ]
+        self._admission.commit(requests, outputs)
+        return outputs
 
     def _rebuild(self, requests: list[Request]) -> None:
         """Let finished requests go, and their pages; make the tensors of those that run on."""
         running = self._admission.release(requests)
         self._batch = Batch.of(running, self.target.vocab_size, self.target.device) if running else None
+
+
+def _committed_slots(verdict: Verdict, rows: QueryBatch) -> Tensor:
+    """``[T]``: of the rows on each request's path the slot of the place that they have on it; of the others -1."""
+    num_rows = rows.slots.shape[0]
+    first = rows.query_start[:-1, None]
+    on_path = verdict.path >= 0  # [R, N]
+    source = torch.where(on_path, first + verdict.path, num_rows)
+    place = torch.where(on_path, first + torch.arange(verdict.path.shape[1], device=first.device), 0)
+    slots = rows.slots.new_full((num_rows + 1,), -1)
+    return slots.scatter(0, source.flatten(), rows.slots[place.flatten()])[:num_rows]

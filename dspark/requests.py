@@ -101,7 +101,8 @@ class SamplingParams:
 class Round:
     """One round of one request: drafts proposed, drafts verified, drafts accepted, tokens emitted.
 
-    ``emitted`` is ``accepted + 1`` except where a stop token or bad logits cut the round short.
+    ``emitted`` is ``accepted + 1`` except where a stop token, bad logits or the limit cut the round short (a path of a
+    tree may be longer than what is left to emit).
     """
 
     proposed: int
@@ -150,13 +151,20 @@ class Completion:
 
 @dataclass
 class Request:
-    """A request as the decoder keeps it."""
+    """A request as the decoder keeps it.
+
+    Attributes:
+        max_tokens: to emit; no more than the model's context allows.
+        pages: its row of the block table.
+        num_cached: tokens of the prompt that the caches held before it was admitted.
+    """
 
     prompt: list[int]
     params: SamplingParams
     max_tokens: int
     completion: Completion
     pages: list[int] = field(default_factory=list)
+    num_cached: int = 0
 
     @classmethod
     def checked(
@@ -196,15 +204,16 @@ class Request:
         return self.max_tokens - len(self.completion.token_ids)
 
     def take(self, tokens: list[int], logprobs: list[float], ok: bool, proposed: int, verified: int | None) -> Output:
-        """Add a round's tokens to the completion, cut at a stop token, and mark it if it has ended.
+        """Add a round's tokens to the completion, cut at a stop token or the limit, and mark it if it has ended.
 
         Args:
             tokens, logprobs: what the round emitted.
             ok: False when it met bad logits after these tokens.
             proposed, verified: drafts of the round; ``verified`` None is a prefill, which is no round.
         """
-        stop = next((i for i, token in enumerate(tokens) if token in self.params.stop_token_ids), None)
-        kept = tokens if stop is None else tokens[: stop + 1]
+        within = tokens[: self.remaining]
+        stop = next((i for i, token in enumerate(within) if token in self.params.stop_token_ids), None)
+        kept = within if stop is None else within[: stop + 1]
         done = self.completion
         done.token_ids += kept
         done.logprobs += logprobs[: len(kept)]

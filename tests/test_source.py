@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "ops": {"kernels"},
     "policy": {"ops"},
     "models": {"ops"},
-    "testing": {"ops", "policy"},
+    "testing": {"ops", "policy", "requests"},
     "requests": {"ops"},
     "processing": {"ops", "requests"},
     "batch": {"models", "ops", "processing", "requests"},

@@ -26,3 +26,29 @@ ATTENTION = 2e-5
 SILICON_DECISIONS = 1 / 32
 """Share of requests whose verdict on a GPU may differ from the reference's on a CPU: an exponential is rounded the
 other way there, and a draw lies within that rounding of the edge between two tokens."""
+
+REPLAY = {"nearest": 0.12, "tokens": 0.025}
+"""Tokens and drafts per round and throughput of a policy, replayed from a run that verified everything, against a trace
+with a row at every position (relative). In the synthetic trace a hard token stays hard from nearby, which ``tokens``
+assumes and ``nearest`` forgets; on the tiny pair it is the other way round."""
+
+ROTARY = 2e-6
+"""Normalised and rotated heads in float32, a few units in size, whose squares are summed in another order (absolute)."""
+
+IDLE_SPECULATION = 0.02
+"""Throughput that a policy may lose to plain decoding where speculation does not pay, for looking whether it does."""
+
+SCHEDULED = 0.01
+"""Throughput that the scheduler may lose to the fixed length that turns out to be best under a load: it sees expected
+survival, one round at a time, and the drafts of a round do not come out as expected."""
+
+TEMPERATURE = 0.2
+"""Relative error of temperatures fitted to some thousands of rounds: the grid's steps are 4 %, and the calibration error
+is flat around its minimum."""
+
+LEARNED = 0.06
+"""Mean error of confidences learned from some hundreds of rounds against the true chances (absolute)."""
+
+ONE_ULP = {"bfloat16": 2**-7, "float16": 2**-10}
+"""A result in 16 bits against the same float32 numbers rounded by torch (relative): Triton's interpreter truncates
+bfloat16, and where the float32 numbers differ by their rounding, the 16 bits may."""

@@ -1,23 +1,19 @@
-"""Policies, rules and temperatures compared with plain decoding on the same prompts, in paired, interleaved runs."""
+"""Policies, rules, temperatures and draft lengths compared with plain decoding on the same prompts, in paired runs."""
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from dspark.cli.lossless import is_lossless_by_law, is_lossless_by_tokens
-from dspark.cli.setup import make_policy
-from dspark.decode import Completion, Decoder, Round, SamplingParams, mean_emitted
+from dspark.cli.rows import PLAIN, Row, acceptance_by_position, speedups
+from dspark.cli.setup import make_policy, most_verified, runs_under, tree_shape
+from dspark.decode import Completion, Decoder, SamplingParams, mean_emitted
 from dspark.models.drafter import Drafter
 from dspark.models.target import Target
 from dspark.ops.types import Rule
 from dspark.policy import CostProfile
-
-PLAIN = "plain"
 
 
 @dataclass(frozen=True)
@@ -26,12 +22,13 @@ class Plan:
 
     Attributes:
         prompts: token ids of each prompt.
-        policies: names that :func:`~dspark.cli.setup.make_policy` knows; plain decoding is always measured beside them,
-            and the oracle not under ``block``.
-        rules, temperatures: each is combined with each.
+        policies: names that :func:`~dspark.cli.setup.make_policy` or :func:`~dspark.cli.setup.tree_shape` knows; plain
+            decoding is always measured beside them, and none under a rule or draft length that it does not go with.
+        rules, temperatures, draft_lens: each is combined with each; a draft length of None is the drafter's block size.
         repeats: paired measurements per prompt.
         max_tokens: tokens to emit per prompt.
         seed: prompt ``i`` is sampled with ``seed + i``.
+        domains: of each prompt, for rows of each domain beside those of all; empty for none.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -41,49 +38,37 @@ class Plan:
     repeats: int
     max_tokens: int
     seed: int = 0
+    draft_lens: Sequence[int | None] = (None,)
+    domains: Sequence[str] = ()
 
     @property
     def runs(self) -> int:
         """How many times a prompt is decoded, all in all."""
-        each = sum(1 + self.repeats * (1 + len(self.policies_under(rule))) for rule in self.rules)
-        return len(self.prompts) * len(self.temperatures) * each
+        each = sum(1 + self.repeats * (1 + len(self.policies_under(rule, g))) for rule, _, g in self.settings())
+        return len(self.prompts) * each
 
-    def policies_under(self, rule: Rule) -> list[str]:
-        """The policies that a rule is measured with: under ``block`` the oracle would bias the output."""
-        return [name for name in self.policies if not (rule == "block" and name == "oracle")]
+    def settings(self) -> Iterator[tuple[Rule, float, int | None]]:
+        """Every combination."""
+        for rule in self.rules:
+            for temperature in self.temperatures:
+                for draft_len in self.draft_lens:
+                    yield rule, temperature, draft_len
 
+    def policies_under(self, rule: Rule, draft_len: int | None = None) -> list[str]:
+        """The policies that a rule and a draft length are measured with."""
+        return [
+            name
+            for name in self.policies
+            if runs_under(name, rule) and (draft_len is None or most_verified(name) <= draft_len)
+        ]
 
-@dataclass(frozen=True)
-class Row:
-    """One policy under one rule at one temperature.
-
-    Attributes:
-        tokens_per_s: emitted tokens over seconds, prompt processing included; median over repeats.
-        speedup: plain decoding's time per token over this policy's, measured next to it on the same prompt; median
-            over prompts and repeats, with its quartiles in ``speedup_iqr``.
-        tau: tokens emitted per round, the bonus included.
-        verified_per_round: drafts sent to the target per round.
-        accept_by_position: of the drafts verified at each position whose predecessors were accepted, the fraction
-            accepted; None where there was none.
-        lossless: at temperature 0 and under ``coupled``, the tokens equal plain decoding's; otherwise, the tokens fit
-            the target's own distributions (chi-square, p > 1e-4); None where they are too few to tell.
-        near_ties: prompts whose output left plain decoding's at two scores within rounding of each other; they count
-            as lossless.
-    """
-
-    policy: str
-    rule: str
-    temperature: float
-    tokens_per_s: float
-    speedup: float
-    speedup_iqr: tuple[float, float]
-    tau: float
-    verified_per_round: float
-    accept_by_position: list[float | None]
-    lossless: bool | None
-    prompts: int
-    tokens: int
-    near_ties: int
+    def groups(self) -> dict[str, list[int]]:
+        """Prompts by domain, and all of them, by index."""
+        found = {"all": list(range(len(self.prompts)))}
+        if len(set(self.domains)) > 1:
+            for i, domain in enumerate(self.domains):
+                found.setdefault(domain, []).append(i)
+        return found
 
 
 @dataclass(frozen=True)
@@ -94,14 +79,24 @@ class _Setting:
     drafter: Drafter
     profile: CostProfile
     rule: Rule
+    draft_len: int
 
     def decode(
         self, name: str, prompt: Sequence[int], sampling: SamplingParams, accepted: Sequence[int] = ()
     ) -> tuple[Completion, float]:
         """Decode one prompt under the policy of that name, and say how many seconds it took."""
-        policy = make_policy(name, self.profile, accepted)
-        drafter = self.drafter if policy is not None else None
-        decoder = Decoder(self.target, drafter, policy, self.rule, max_batch=1)
+        tree = tree_shape(name)
+        policy = make_policy(name, self.profile, accepted) if tree is None else None
+        plain = policy is None and tree is None
+        decoder = Decoder(
+            self.target,
+            None if plain else self.drafter,
+            policy,
+            self.rule,
+            draft_len=None if plain else self.draft_len,
+            tree=tree,
+            max_batch=1,
+        )
         start = time.perf_counter()
         [completion] = decoder.generate([prompt], sampling)
         return completion, time.perf_counter() - start
@@ -113,6 +108,10 @@ class _Measured:
 
     seconds: list[list[float]] = field(default_factory=list)
     completions: list[Completion] = field(default_factory=list)
+
+    def per_token(self, i: int) -> list[float]:
+        """Seconds per token of a prompt, by repeat."""
+        return [s / len(self.completions[i].token_ids) for s in self.seconds[i]]
 
 
 def run_ablation(
@@ -134,25 +133,28 @@ def run_ablation(
         progress: called after each of ``plan.runs`` runs.
     """
     rows = []
-    for rule in plan.rules:
-        for temperature in plan.temperatures:
-            rows += _compare(_Setting(target, drafter, profile, rule), plan, temperature, progress)
+    for rule, temperature, draft_len in plan.settings():
+        setting = _Setting(target, drafter, profile, rule, draft_len or drafter.block_size)
+        names = [PLAIN, *plan.policies_under(rule, draft_len)]
+        rows += _compare(setting, plan, names, temperature, progress)
     return rows
 
 
-def _compare(setting: _Setting, plan: Plan, temperature: float, progress: Callable[[str], None]) -> list[Row]:
-    names = [PLAIN, *plan.policies_under(setting.rule)]
+def _compare(
+    setting: _Setting, plan: Plan, names: list[str], temperature: float, progress: Callable[[str], None]
+) -> list[Row]:
     measured = {name: _Measured() for name in names}
     stop = setting.target.config.eos_token_ids
     params = [
         SamplingParams(temperature=temperature, seed=plan.seed + i, max_tokens=plan.max_tokens, stop_token_ids=stop)
         for i in range(len(plan.prompts))
     ]
+    where = f"{setting.rule}, T = {temperature:g}"
     for prompt, sampling in zip(plan.prompts, params, strict=True):
         # A pass over everything, for the oracle; and the warm-up.
-        full, _ = setting.decode(f"fixed:{setting.drafter.block_size}", prompt, sampling)
+        full, _ = setting.decode(f"fixed:{setting.draft_len}", prompt, sampling)
         accepted = [r.accepted for r in full.rounds]
-        progress(f"warm-up, {setting.rule}, T = {temperature:g}")
+        progress(f"warm-up, {where}")
         for own in measured.values():
             own.seconds.append([])
         for repeat in range(plan.repeats):
@@ -162,56 +164,51 @@ def _compare(setting: _Setting, plan: Plan, temperature: float, progress: Callab
                 measured[name].seconds[-1].append(seconds)
                 if repeat == 0:
                     measured[name].completions.append(completion)
-                progress(f"{name}, {setting.rule}, T = {temperature:g}")
-    return [_row(setting, plan, name, measured[name], measured[PLAIN], params) for name in names]
+                progress(f"{name}, {where}")
+    return [
+        _row(setting, plan, name, measured, params, domain, chosen)
+        for domain, chosen in plan.groups().items()
+        for name in names
+    ]
 
 
 def _row(
-    setting: _Setting, plan: Plan, name: str, own: _Measured, plain: _Measured, params: Sequence[SamplingParams]
+    setting: _Setting,
+    plan: Plan,
+    name: str,
+    measured: dict[str, _Measured],
+    params: Sequence[SamplingParams],
+    domain: str,
+    chosen: Sequence[int],
 ) -> Row:
-    target, rule = setting.target, setting.rule
-    rounds = [r for c in own.completions for r in c.rounds]
-    count = [len(c.token_ids) for c in own.completions]
-    plain_count = [len(c.token_ids) for c in plain.completions]
-    ratios = [
-        (p / plain_count[i]) / (o / count[i])
-        for i in range(len(count))
-        for p, o in zip(plain.seconds[i], own.seconds[i], strict=True)
-    ]
-    per_repeat = [sum(count) / sum(s[repeat] for s in own.seconds) for repeat in range(plan.repeats)]
-    low, middle, high = (
-        torch.tensor(ratios, dtype=torch.float64).quantile(torch.tensor([0.25, 0.5, 0.75]).double()).tolist()
-    )
-    temperature = params[0].temperature
+    own, plain = measured[name], measured[PLAIN]
+    completions = [own.completions[i] for i in chosen]
+    rounds = [r for c in completions for r in c.rounds]
+    tokens = sum(len(c.token_ids) for c in completions)
+    speedup = speedups([own.per_token(i) for i in chosen], [plain.per_token(i) for i in chosen])
+    per_repeat = sorted(tokens / sum(own.seconds[i][repeat] for i in chosen) for repeat in range(plan.repeats))
+    temperature, prompts = params[0].temperature, [plan.prompts[i] for i in chosen]
+    judged = setting.target, prompts, completions
     lossless: bool | None
-    if rule == "coupled" or temperature == 0:
-        lossless, near_ties = is_lossless_by_tokens(target, plan.prompts, own.completions, plain.completions, params)
+    if setting.rule == "coupled" or temperature == 0:
+        baseline = [plain.completions[i] for i in chosen]
+        lossless, near_ties = is_lossless_by_tokens(*judged, baseline, [params[i] for i in chosen])
     else:
-        lossless, near_ties = is_lossless_by_law(target, plan.prompts, own.completions, params), 0
+        lossless, near_ties = is_lossless_by_law(*judged, [params[i] for i in chosen]), 0
     return Row(
         policy=name,
-        rule=rule,
+        rule=setting.rule,
         temperature=temperature,
-        tokens_per_s=statistics.median(per_repeat),
-        speedup=middle,
-        speedup_iqr=(low, high),
+        draft_len=setting.draft_len,
+        domain=domain,
+        tokens_per_s=(per_repeat[(len(per_repeat) - 1) // 2] + per_repeat[len(per_repeat) // 2]) / 2,
+        speedup=speedup.median,
+        speedup_ci=(speedup.low, speedup.high),
         tau=mean_emitted(rounds),
-        verified_per_round=statistics.fmean(r.verified for r in rounds) if rounds else 0.0,
-        accept_by_position=acceptance_by_position(rounds),
+        verified_per_round=sum(r.verified for r in rounds) / len(rounds) if rounds else 0.0,
+        accept_by_position=acceptance_by_position(rounds)[: setting.draft_len],
         lossless=lossless,
-        prompts=len(plan.prompts),
-        tokens=sum(count),
+        prompts=len(prompts),
+        tokens=tokens,
         near_ties=near_ties,
     )
-
-
-def acceptance_by_position(rounds: Sequence[Round]) -> list[float | None]:
-    """Conditional acceptance at each draft position.
-
-    >>> acceptance_by_position([Round(2, 2, 2, 3), Round(2, 2, 0, 1)])
-    [0.5, 1.0]
-    """
-    positions = range(1, max((r.proposed for r in rounds), default=0) + 1)
-    reached = [sum(r.verified >= k and r.accepted >= k - 1 for r in rounds) for k in positions]
-    passed = [sum(r.accepted >= k for r in rounds) for k in positions]
-    return [p / n if n else None for p, n in zip(passed, reached, strict=True)]

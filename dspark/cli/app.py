@@ -12,6 +12,9 @@ from typer.main import get_command
 COMMANDS = {
     "generate": "Continue a prompt, or those of a file, and stream the text.",
     "ablate": "Compare policies, rules and temperatures against plain decoding.",
+    "calibrate": "Fit temperatures to the drafter's confidences, and report how well they fit.",
+    "profile": "Measure what a round costs here, for the policies that weigh costs.",
+    "simulate": "Serve simulated requests under several policies, and compare throughput and latency.",
     "train": "Train the tiny pair from this machine's Python standard library.",
     "doctor": "Show versions, devices, extras, and which backend each op takes.",
 }

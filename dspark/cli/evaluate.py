@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dspark.cli.ablation import acceptance_by_position
+from dspark.cli.rows import acceptance_by_position
 from dspark.decode import Decoder, SamplingParams, mean_emitted
 from dspark.models.drafter import DSparkDrafter
 from dspark.models.target import Target
@@ -18,6 +18,7 @@ from dspark.models.training.corpus import Document
 from dspark.models.training.prompts import PROMPT_TOKENS
 from dspark.models.training.target import language_model_loss
 from dspark.policy import FixedK, Outcome, Signals
+from dspark.policy.reliability import area_under_curve
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -109,23 +110,6 @@ def draft_quality(
         confidence_auc=area_under_curve(torch.cat(recorder.confidence), torch.cat(recorder.accepted)),
         rounds=len(full),
     )
-
-
-def area_under_curve(scores: Tensor, positive: Tensor) -> float:
-    """Chance that a random positive scores above a random negative, ties counting half (the ROC's area).
-
-    Args:
-        scores: ``[n]`` floats.
-        positive: ``[n]`` bools.
-
-    >>> area_under_curve(torch.tensor([0.9, 0.8, 0.8, 0.1]), torch.tensor([True, True, False, False]))
-    0.875
-    """
-    ordered, _ = scores[~positive].double().sort()
-    values = scores[positive].double().contiguous()
-    below = torch.searchsorted(ordered, values).double()
-    not_above = torch.searchsorted(ordered, values, right=True).double()
-    return float(((below + not_above) / 2).mean() / len(ordered))
 
 
 @torch.inference_mode()

@@ -11,9 +11,12 @@ from typing import Annotated
 
 import typer
 
-from dspark.cli.setup import RULE_HELP, check_policy, check_rule, load_models, make_policy, read_prompts
-from dspark.decode import Decoder, SamplingParams, mean_emitted
+from dspark.cli.setup import RULE_HELP, check_policy, check_rule, load_models, make_policy, needs_profile, read_prompts
+from dspark.decode import Decoder, SamplingParams, TreeShape, mean_emitted
 from dspark.measure import measure_cost
+from dspark.models.tiny import Prompt
+from dspark.policy.cost import CostProfile
+from dspark.policy.traces import Trace, TraceRecorder
 
 app = typer.Typer()
 
@@ -24,7 +27,9 @@ def generate(
     file: Annotated[
         Path | None, typer.Option(help="Read prompts from a text file, or one per line of a .jsonl.")
     ] = None,
-    policy: Annotated[str, typer.Option(help="plain, fixed:K, scheduled or scheduled-lag2.")] = "scheduled",
+    policy: Annotated[
+        str | None, typer.Option(help="plain, fixed:K, scheduled (the default) or scheduled-lag2.")
+    ] = None,
     rule: Annotated[str, typer.Option(help=f"Acceptance rule: {RULE_HELP}.")] = "coupled",
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 is off.", min=0)] = 0,
@@ -41,6 +46,17 @@ def generate(
     draft_len: Annotated[
         int | None, typer.Option(help="Drafts per round; the drafter's block size by default.")
     ] = None,
+    tree: Annotated[
+        int | None, typer.Option(help="Draft trees of so many nodes instead of chains, all of which are verified.")
+    ] = None,
+    branching: Annotated[int, typer.Option(help="Most children of a node of a tree.")] = 4,
+    profile: Annotated[
+        Path | None, typer.Option(help="Cost profile (JSON of the command profile); measured at the start by default.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Record rounds to this .npz, for simulate and calibrate; verifies all drafts by default."),
+    ] = None,
     target: Annotated[Path | None, typer.Option(help="Hugging Face folder; the tiny pair by default.")] = None,
     drafter: Annotated[Path | None, typer.Option(help="DeepSpec folder.")] = None,
     json_output: Annotated[
@@ -50,10 +66,22 @@ def generate(
     """Continue a prompt with speculative decoding. The text is the target's own, whatever the drafter and policy."""
     if (prompt is None) == (file is None):
         raise ValueError("prompt, --file: give exactly one of them")
-    texts = [prompt] if prompt is not None else [p.text for p in read_prompts(file or Path())]
+    if policy is not None and tree is not None:
+        raise ValueError("--policy, --tree: give one of them; all nodes of a tree are verified")
+    shape = None if tree is None else TreeShape(tree, branching)
+    prompts = [Prompt("text", "", prompt)] if prompt is not None else read_prompts(file or Path())
     pair, guesser, tokenizer = load_models(target, drafter)
-    check_policy(policy, guesser.block_size if draft_len is None else draft_len)
-    profile = measure_cost(pair, guesser) if policy.startswith("scheduled") else None
+    most = guesser.block_size if draft_len is None else draft_len
+    if policy is None:
+        policy = f"tree:{tree}:{branching}" if tree is not None else "scheduled" if trace is None else f"fixed:{most}"
+    if trace is not None and policy == "plain":
+        raise ValueError("--trace: plain decoding has no rounds with drafts to record")
+    check_policy(policy, most)
+    if profile is not None and not needs_profile(policy):
+        raise ValueError(f"--profile: policy {policy} weighs no costs")
+    cost = None
+    if needs_profile(policy):
+        cost = measure_cost(pair, guesser) if profile is None else CostProfile.load(profile)
     params = SamplingParams(
         temperature=temperature,
         top_k=top_k,
@@ -67,11 +95,20 @@ def generate(
         frequency_penalty=frequency_penalty,
         min_new_tokens=min_new_tokens,
     )
-    for text in texts:
-        chosen = make_policy(policy, profile)
-        plain = policy == "plain"
+    traces = []
+    plain = policy == "plain"
+    for source in prompts:
+        text = source.text
+        recorder = None if trace is None else TraceRecorder(source.domain)
         decoder = Decoder(
-            pair, None if plain else guesser, chosen, check_rule(rule), draft_len=None if plain else draft_len
+            pair,
+            None if plain else guesser,
+            None if shape is not None else make_policy(policy, cost),
+            check_rule(rule),
+            draft_len=None if plain else draft_len,
+            tree=shape,
+            recorder=recorder,
+            margins=recorder is not None,
         )
         start = time.perf_counter()
         completion = decoder.add_request(tokenizer.encode(text).ids, params)
@@ -103,3 +140,7 @@ def generate(
             count = len(completion.token_ids)
             summary = f"{count} tokens in {len(rounds)} rounds, τ = {tau:.2f}, {count / seconds:.0f} tokens/s"
             typer.echo(f"[{summary}, finish: {completion.finish_reason}]", err=True)
+        if recorder is not None:
+            traces.append(recorder.trace())
+    if trace is not None:
+        Trace.concat(traces).save(trace)

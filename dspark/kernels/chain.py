@@ -15,6 +15,7 @@ from dspark.kernels.rows import (
     RAW_MAX,
     RAW_SUM,
     SUB_SUM,
+    depth_of,
     first_beyond,
     inverse_temperature,
     is_good,
@@ -24,6 +25,7 @@ from dspark.kernels.rows import (
     locate,
     merge_sums,
     plane,
+    summable,
 )
 
 BAD_LOGITS = tl.constexpr(1)
@@ -32,15 +34,16 @@ RESIDUAL = tl.constexpr(3)
 """``Stream.RESIDUAL``."""
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_rows"])
+@triton.jit(do_not_specialize=["num_slots", "num_rows", "nodes"])
 def sample_kernel(
     logits_ptr,  # [num_rows, vocab_size]; the logits and what follows down to sampling are read under "inverse_cdf"
     stride_logits_row,
-    query_start_ptr,  # [requests + 1] int64
+    query_start_ptr,  # [requests + 1] int64, or null: a slot is a row
     seed_ptr,  # [requests] int64
     position_ptr,  # [requests] int64
+    depth_ptr,  # [slots] int64 of a tree's nodes, or null
     threshold_ptr,  # [slots] float32, or null: nothing is truncated
-    request_ptr,  # [slots] int64, or null: slot // NODES
+    request_ptr,  # [slots] int64, or null: slot // nodes
     temperature_ptr,  # [requests] float32
     stats_ptr,  # planes of rows.py, from row_statistics_kernel
     stride_plane,
@@ -49,8 +52,8 @@ def sample_kernel(
     num_rows,
     vocab_size,
     num_tiles,
+    nodes,  # slots of a request
     METHOD: tl.constexpr,  # "greedy"; sampled rows by "gumbel" (the best perturbed score) or by "inverse_cdf"
-    NODES: tl.constexpr,  # slots of a request; 0: a slot is a row
     TILES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -59,8 +62,8 @@ def sample_kernel(
     """One token per row; -1 where the row is bad or absent."""
     slot = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = slot < num_slots
-    if NODES > 0:
-        row, request, node, left = locate(slot, num_slots, num_rows, query_start_ptr, NODES)
+    if query_start_ptr is not None:
+        row, request, node, left = locate(slot, num_slots, num_rows, query_start_ptr, nodes)
         exists = left > 0
     else:
         request = slot.to(tl.int64)
@@ -73,7 +76,7 @@ def sample_kernel(
     )  # fmt: skip
     if METHOD == "inverse_cdf":
         mask = (token >= 0) & (temperature > 0.0)
-        at = tl.load(position_ptr + request, mask=mask, other=0) + node + 1
+        at = tl.load(position_ptr + request, mask=mask, other=0) + depth_of(slot, node, mask, depth_ptr) + 1
         u = uniform(tl.load(seed_ptr + request, mask=mask, other=0), at, at * 0, RESIDUAL)
         drawn = draw_from_target(
             slot, mask, u, row * stride_logits_row, inverse_temperature(temperature), threshold_ptr, logits_ptr,
@@ -189,6 +192,7 @@ def draw_from_target(
     top = tl.max(tile_max, axis=1)
     top = tl.where(mask & (top > NEGATIVE_INFINITY), top, 0.0)
     weight = sub_sum.to(tl.float64) * tl.exp(tile_of_sub - top[:, None]).to(tl.float64)
+    weight = summable(weight, TILES * BLOCK_V)
     goal = u * tl.sum(weight, axis=1)
     sub = first_beyond(weight, goal * 0.0, goal, offs_sub)
     before = tl.sum(tl.where(offs_sub[None, :] < sub[:, None], weight, 0.0), axis=1)
@@ -203,7 +207,7 @@ def draw_from_target(
     if threshold_ptr is not None:
         threshold = tl.load(threshold_ptr + slot, mask=mask, other=NEGATIVE_INFINITY)
         scores = tl.where(scores >= threshold[:, None], scores, NEGATIVE_INFINITY)
-    weight = tl.exp(scores - top[:, None]).to(tl.float64)
+    weight = summable(tl.exp(scores - top[:, None]).to(tl.float64), BLOCK_S)
     return token_of(sub, first_beyond(weight, before, goal, offs_s), BLOCK_S)
 
 
@@ -229,18 +233,27 @@ def emit(
     tl.store(out_path_ptr + slot, tl.where(emitted, node, -1).to(tl.int64), mask=inside)
 
     logit = tl.load(logits_ptr + row_offset + token, mask=emitted, other=0.0).to(tl.float32)
-    if RAW:
-        top, total = merge_sums(
-            load_plane(plane(stats_ptr, RAW_MAX, stride_plane), slot, emitted, NEGATIVE_INFINITY, num_tiles, TILES),
-            load_plane(plane(stats_ptr, RAW_SUM, stride_plane), slot, emitted, 0.0, num_tiles, TILES),
-        )
-        logprob = (logit - top).to(tl.float64) - tl.log(total)
-    else:
-        top, total = load_sums(stats_ptr, stride_plane, slot, emitted, num_tiles, TILES)
-        logprob = (logit * inverse_temperature(temperature) - top).to(tl.float64) - tl.log(total)
-        logprob = tl.where(temperature > 0.0, logprob, 0.0)
+    logprob = log_probability(logit, slot, emitted, temperature, stats_ptr, stride_plane, num_tiles, RAW, TILES)
     tl.store(out_logprobs_ptr + slot, tl.where(emitted, logprob, 0.0).to(tl.float32), mask=inside)
 
     once = inside & (node == 0)
     tl.store(out_num_ptr + request, number.to(tl.int64), mask=once)
     tl.store(out_status_ptr + request, tl.where((present > 0) & (good == 0), BAD_LOGITS, 0).to(tl.int64), mask=once)
+
+
+@triton.jit
+def log_probability(
+    logit, slot, mask, temperature, stats_ptr, stride_plane, num_tiles, RAW: tl.constexpr, TILES: tl.constexpr
+):  # fmt: skip
+    """Of the token of each row that has this logit, float64."""
+    if RAW:
+        top, total = merge_sums(
+            load_plane(plane(stats_ptr, RAW_MAX, stride_plane), slot, mask, NEGATIVE_INFINITY, num_tiles, TILES),
+            load_plane(plane(stats_ptr, RAW_SUM, stride_plane), slot, mask, 0.0, num_tiles, TILES),
+        )
+        logprob = (logit - top).to(tl.float64) - tl.log(total)
+    else:
+        top, total = load_sums(stats_ptr, stride_plane, slot, mask, num_tiles, TILES)
+        logprob = (logit * inverse_temperature(temperature) - top).to(tl.float64) - tl.log(total)
+        logprob = tl.where(temperature > 0.0, logprob, 0.0)
+    return logprob

@@ -22,6 +22,7 @@ from dspark.kernels.rows import (
     load_plane,
     load_sums,
     locate,
+    summable,
 )
 
 ACCEPT = tl.constexpr(2)
@@ -36,6 +37,8 @@ WEIGHT = tl.constexpr(4)  # "block": w of the node
 RECORD = tl.constexpr(5)
 DEGENERATE_MASS = tl.constexpr(1e-12)
 """Where a residual is lighter than this, the draw is from p; as in ``dspark.ops.accept_reference``."""
+HEAVIEST_RESIDUAL = tl.constexpr(2)
+"""No residual is as heavy as this, see ``summable``: it is part of p, whose mass is 1 but for rounding."""
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_rows"])
@@ -159,7 +162,7 @@ def _running_weights(ratio, node, NODES: tl.constexpr, NODES_P2: tl.constexpr, B
     return tl.reshape(weights, [BLOCK_R * NODES_P2])
 
 
-@triton.jit(do_not_specialize=["num_lines", "num_slots", "num_rows"])
+@triton.jit(do_not_specialize=["num_lines", "num_slots", "num_rows", "nodes"])
 def residual_mass_kernel(
     logits_ptr,  # [num_rows, vocab_size]
     stride_logits_row,
@@ -181,9 +184,9 @@ def residual_mass_kernel(
     vocab_size,
     num_tiles,
     q_width,
+    nodes,  # slots of a request
     RULE: tl.constexpr,
     Q: tl.constexpr,
-    NODES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -198,12 +201,12 @@ def residual_mass_kernel(
         return
     slot = line.to(tl.int64)
     if RULE == "ratio":
-        slot = slot * NODES + tl.load(line_ptr + line * RECORD + ACCEPTED, mask=wanted, other=0.0).to(tl.int64)
+        slot = slot * nodes + tl.load(line_ptr + line * RECORD + ACCEPTED, mask=wanted, other=0.0).to(tl.int64)
     offs_v = (tile * BLOCK_V + tl.arange(0, BLOCK_V))[None, :] + tl.zeros([BLOCK_R, 1], tl.int32)
     excess = residual(
         slot, line, wanted, offs_v, logits_ptr, stride_logits_row, tokens_ptr, query_start_ptr, temperature_ptr,
         threshold_ptr, q_ptr, q_token_ptr, stride_q_request, stride_q_row, stride_q_token_request, stride_q_token_row,
-        line_ptr, num_slots, num_rows, vocab_size, q_width, Q, NODES,
+        line_ptr, num_slots, num_rows, vocab_size, q_width, nodes, Q,
     )  # fmt: skip
     sums = tl.sum(tl.reshape(excess, [BLOCK_R, SUBS, BLOCK_S]), axis=2)
     at = (line.to(tl.int64) * num_tiles + tile)[:, None] * SUBS + tl.arange(0, SUBS)[None, :]
@@ -214,11 +217,10 @@ def residual_mass_kernel(
 def residual(
     slot, line, mask, offs_v, logits_ptr, stride_logits_row, tokens_ptr, query_start_ptr, temperature_ptr,
     threshold_ptr, q_ptr, q_token_ptr, stride_q_request, stride_q_row, stride_q_token_request, stride_q_token_row,
-    line_ptr, num_slots, num_rows, vocab_size, q_width, Q: tl.constexpr,
-    NODES: tl.constexpr,
+    line_ptr, num_slots, num_rows, vocab_size, q_width, nodes, Q: tl.constexpr,
 ):  # fmt: skip
     """``max(w p - q, 0)`` float32 of the tokens ``offs_v`` of each row, both int32 ``[rows, n]``."""
-    row, request, node, _ = locate(tl.where(mask, slot, num_slots), num_slots, num_rows, query_start_ptr, NODES)
+    row, request, node, _ = locate(tl.where(mask, slot, num_slots), num_slots, num_rows, query_start_ptr, nodes)
     inside = mask[:, None] & (offs_v < vocab_size)
     logits = tl.load(logits_ptr + (row * stride_logits_row)[:, None] + offs_v, mask=inside, other=NEGATIVE_INFINITY)
     temperature = tl.load(temperature_ptr + request, mask=mask, other=0.0)
@@ -329,6 +331,7 @@ def ratio_verdict_kernel(
         offs_sub = tl.arange(0, SUBTILES)
         has_residual = samples & (tl.load(line_ptr + line * RECORD + P_FACTOR, mask=samples, other=0.0) > 0.0)
         mass = load_plane(mass_ptr, line, has_residual, 0.0, num_tiles * SUBS, SUBTILES).to(tl.float64)
+        mass = summable(mass, HEAVIEST_RESIDUAL)
         total = tl.sum(mass, axis=1)
         has_residual &= total > DEGENERATE_MASS
         goal = u * total
@@ -339,9 +342,10 @@ def ratio_verdict_kernel(
             last_slot, line, has_residual, sub[:, None] * BLOCK_S + offs_s[None, :], logits_ptr, stride_logits_row,
             tokens_ptr, query_start_ptr, temperature_ptr, threshold_ptr, q_ptr, q_token_ptr, stride_q_request,
             stride_q_row, stride_q_token_request, stride_q_token_row, line_ptr, num_slots, num_rows, vocab_size,
-            q_width, Q, NODES,
+            q_width, NODES, Q,
         )  # fmt: skip
-        from_residual = token_of(sub, first_beyond(excess.to(tl.float64), before, goal, offs_s), BLOCK_S)
+        excess = summable(excess.to(tl.float64), HEAVIEST_RESIDUAL)
+        from_residual = token_of(sub, first_beyond(excess, before, goal, offs_s), BLOCK_S)
         from_target = draw_from_target(
             last_slot, samples & ~has_residual, u, last_row * stride_logits_row,
             inverse_temperature(last_temperature), threshold_ptr, logits_ptr, stats_ptr, stride_plane, vocab_size,
@@ -371,7 +375,7 @@ def _block_accepted(
     mass = tl.zeros(slot.shape, tl.float64)
     for start in range(0, SUBTILES, TILES):  # a part at a time, for the registers
         part = load_plane(mass_ptr + start, slot, has_residual, 0.0, num_subtiles, TILES, num_subtiles - start)
-        mass += tl.sum(part.to(tl.float64), axis=1)
+        mass += tl.sum(summable(part.to(tl.float64), HEAVIEST_RESIDUAL), axis=1)
     mass = tl.where(has_residual, mass, weight)  # nothing is subtracted where no draft follows
     rest = 1.0 - weight
     keep = tl.where(rest > 0.0, mass / tl.where(rest > 0.0, mass + rest, 1.0), 1.0)

@@ -22,16 +22,28 @@ BEST = tl.constexpr(5)  # of the perturbed scores
 BEST_TOKEN = tl.constexpr(6)
 SUB_SUM = tl.constexpr(7)  # from here on: [slots, num_tiles * SUBS], the sums of sub-tiles
 
+WIDEST_TILE = tl.constexpr(4096)
+"""No tile holds more tokens, see ``row_config``."""
+
 
 @triton.jit
-def locate(slot, num_slots, num_rows, query_start_ptr, NODES: tl.constexpr):
+def locate(slot, num_slots, num_rows, query_start_ptr, nodes):
     """``(row, request, node, rows left from this one on)`` of each slot; none are left where the slot is empty."""
     inside = slot < num_slots
-    request = tl.where(inside, slot // NODES, 0).to(tl.int64)
-    node = (slot % NODES).to(tl.int64)
+    request = tl.where(inside, slot // nodes, 0).to(tl.int64)
+    node = (slot % nodes).to(tl.int64)
     row = tl.load(query_start_ptr + request, mask=inside, other=0) + node
     end = tl.minimum(tl.load(query_start_ptr + request + 1, mask=inside, other=0), num_rows)
     return row, request, node, tl.maximum(end - row, 0)
+
+
+@triton.jit
+def depth_of(slot, node, mask, depth_ptr):
+    """Depth of each node, as far behind the anchor as its row is; in a chain (``depth_ptr`` null) its number."""
+    depth = node
+    if depth_ptr is not None:
+        depth = tl.maximum(tl.load(depth_ptr + slot, mask=mask, other=0), 0)
+    return depth
 
 
 @triton.jit
@@ -51,17 +63,30 @@ def is_truncated(request, mask, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr
 
 
 @triton.jit
+def summable(x, LIMIT: tl.constexpr):
+    """``x`` float64 in ``[0, LIMIT]``, rounded to a multiple of ``LIMIT * 2^-52``; ``LIMIT`` is a power of two.
+
+    Such numbers add up without rounding while the sum stays below ``2 * LIMIT``, so in any order. The compiler orders a
+    sum by the shape and the warps of the program, and those of a verdict depend on its batch; a verdict does not
+    (contract C8).
+    """
+    return (x + LIMIT) - LIMIT
+
+
+@triton.jit
 def merge_sums(tile_max, tile_sum):
     """Tiles ``[rows, tiles]`` of ``sum(exp(x - tile_max))`` merged: the rows' maxima (float32) and sums (float64).
 
-    The maximum is +inf where the row is bad, and -inf where nothing in it has any probability.
+    The maximum is +inf where the row is bad, and -inf where nothing in it has any probability. The tiles are added
+    without rounding, see :func:`summable`.
     """
     row_max = tl.max(tile_max, axis=1)
     finite = is_good(row_max)
     reference = tl.where(finite, row_max, 0.0)
     scale = tl.exp((tile_max - reference[:, None]).to(tl.float64))
     weighted = tl.where(tile_max > float("-inf"), tile_sum.to(tl.float64) * scale, 0.0)
-    return row_max, tl.sum(tl.where(finite[:, None], weighted, 0.0), axis=1)
+    weighted = summable(tl.where(finite[:, None], weighted, 0.0), tile_max.shape[1] * WIDEST_TILE)
+    return row_max, tl.sum(weighted, axis=1)
 
 
 @triton.jit
@@ -120,11 +145,11 @@ def is_good(top):
 def first_beyond(weight, before, goal, offset):
     """The first entry of each row whose running sum exceeds ``goal``, else the last one of any weight; -1 if none.
 
-    ``weight`` float64 ``[rows, n]``, ``before`` float64 ``[rows]`` is the sum ahead of it, ``offset`` ``[n]`` counts
-    from 0.
+    ``weight`` float64 ``[rows, n]`` is :func:`summable`, ``before`` float64 ``[rows]`` is the sum ahead of it,
+    ``offset`` ``[n]`` counts from 0.
     """
-    running = before[:, None] + tl.cumsum(weight, axis=1)
+    beyond = tl.cumsum(weight, axis=1) > (goal - before)[:, None]
     n: tl.constexpr = weight.shape[1]
-    first = tl.min(tl.where((running > goal[:, None]) & (weight > 0.0), offset[None, :], n), axis=1)
+    first = tl.min(tl.where(beyond & (weight > 0.0), offset[None, :], n), axis=1)
     last = tl.max(tl.where(weight > 0.0, offset[None, :], -1), axis=1)
     return tl.where(first < n, first, last)

@@ -16,6 +16,7 @@ from dspark.kernels.rows import (
     RAW_SUM,
     SUB_SUM,
     SUM,
+    depth_of,
     inverse_temperature,
     is_good,
     is_truncated,
@@ -26,16 +27,17 @@ from dspark.kernels.rows import (
 INFINITY = tl.constexpr(float("inf"))
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_rows"])
+@triton.jit(do_not_specialize=["num_slots", "num_rows", "nodes"])
 def row_statistics_kernel(
     logits_ptr,  # [num_rows, vocab_size], or [requests, drafts, vocab_size] of a draft
     stride_logits_request,  # of a draft
     stride_logits_row,
-    query_start_ptr,  # [requests + 1] int64
-    request_ptr,  # [slots] int64, or null: slot // NODES
+    query_start_ptr,  # [requests + 1] int64, or null: a slot is a row
+    request_ptr,  # [slots] int64, or null: slot // nodes
     temperature_ptr,  # [requests] float32
     seed_ptr,  # [requests] int64
     position_ptr,  # [requests] int64 of the anchors, or [slots] of the tokens to draw
+    depth_ptr,  # [slots] int64 of a tree's nodes, or null
     salt_ptr,  # [slots] int64, or null: 0
     top_k_ptr,  # [requests] int64
     top_p_ptr,  # [requests] float32
@@ -47,7 +49,7 @@ def row_statistics_kernel(
     num_rows,
     vocab_size,
     num_tiles,
-    NODES: tl.constexpr,  # slots of a request; 0: a slot is a row, and query_start is not read
+    nodes,  # slots of a request
     STREAM: tl.constexpr,
     PASS: tl.constexpr,  # "only"; "first" of two; "kept": the second, over what truncation keeps where it is asked for
     DRAFT: tl.constexpr,  # the rows are a draft's scores: no temperature, and no row after the last draft
@@ -62,11 +64,11 @@ def row_statistics_kernel(
     SUBS: tl.constexpr = BLOCK_V // BLOCK_S
     max_ptr = plane(stats_ptr, MAX, stride_plane)
     slot = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    if NODES > 0:
-        row, request, node, left = locate(slot, num_slots, num_rows, query_start_ptr, NODES)
+    if query_start_ptr is not None:
+        row, request, node, left = locate(slot, num_slots, num_rows, query_start_ptr, nodes)
         exists = left > 0
         if DRAFT:  # the last node has no draft, whatever rows follow it
-            exists = (left > 1) & (node + 1 < NODES)
+            exists = (left > 1) & (node + 1 < nodes)
     else:
         row = slot.to(tl.int64)
         exists = slot < num_slots
@@ -90,8 +92,9 @@ def row_statistics_kernel(
         if PASS == "first":  # rows to be truncated get their noise in the second pass
             sampled &= ~is_truncated(request, exists, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
         seed = tl.load(seed_ptr + request, mask=exists, other=0)
-        if NODES > 0:
-            position = tl.load(position_ptr + request, mask=exists, other=0) + node + 1
+        if query_start_ptr is not None:
+            depth = depth_of(slot, node, exists, depth_ptr)
+            position = tl.load(position_ptr + request, mask=exists, other=0) + depth + 1
         else:
             position = tl.load(position_ptr + slot, mask=exists, other=0)
         salt = position * 0

@@ -20,6 +20,7 @@ from dspark.kernels.rows import (
     is_truncated,
     locate,
     plane,
+    summable,
 )
 
 LOWEST_KEY = tl.constexpr(-2139095041)
@@ -30,7 +31,7 @@ LOWEST_KEY = tl.constexpr(-2139095041)
 def threshold_kernel(
     logits_ptr,  # [num_rows, vocab_size]
     stride_logits_row,
-    query_start_ptr,  # [requests + 1] int64
+    query_start_ptr,  # [requests + 1] int64, or null: a slot is a row
     request_ptr,  # [slots] int64, or null: slot // NODES
     temperature_ptr,  # [requests] float32
     top_k_ptr,  # [requests] int64
@@ -43,14 +44,14 @@ def threshold_kernel(
     num_rows,
     vocab_size,
     num_tiles,
-    NODES: tl.constexpr,  # slots of a request; 0: a slot is a row, and query_start is not read
+    NODES: tl.constexpr,  # slots of a request
     KEY_SHIFT: tl.constexpr,  # low bits in which all keys of the logits' dtype agree: 16 for bfloat16, 13 for float16
     TILES: tl.constexpr,  # num_tiles, rounded up to a power of two
     BLOCK_V: tl.constexpr,
     BLOCK_C: tl.constexpr,  # tokens read at a time, a part of a tile
 ):
     slot = tl.program_id(0)
-    if NODES > 0:
+    if query_start_ptr is not None:
         row, request, _, left = locate(slot, num_slots, num_rows, query_start_ptr, NODES)
         exists = left > 0
     else:
@@ -87,14 +88,15 @@ def threshold_kernel(
     key = tl.full([], lowest, tl.int64)
     above = _key(raw_top, KEY_SHIFT).to(tl.int64) + 1
     tile_sum = tl.load(plane(stats_ptr, SUM, stride_plane) + row_tiles + offs_tile, mask=mask_tile, other=0.0)
-    mass = tl.sum(tile_sum.to(tl.float64) * tl.exp(tile_max - top).to(tl.float64), axis=0)
+    tile_mass = tile_sum.to(tl.float64) * tl.exp(tile_max - top).to(tl.float64)
+    mass = tl.sum(summable(tile_mass, TILES * BLOCK_V), axis=0)
     # Top-k counts tokens. Then top-p weighs what is left: a token is kept while the mass above it is below top_p.
     for weighed in range(2):
         needed = tl.where(weighed == 1, top_p.to(tl.float64) * mass, top_k.to(tl.float64))
         if tl.where(weighed == 1, top_p < 1.0, (top_k > 0) & (top_k < vocab_size)):
             key, mass = _largest_key_reached(
                 needed, key, above, mass, weighed, logits_ptr, max_ptr, inverse_t, top, raw_top, vocab_size, num_tiles,
-                KEY_SHIFT, BLOCK_V, BLOCK_C,
+                KEY_SHIFT, TILES, BLOCK_V, BLOCK_C,
             )  # fmt: skip
     threshold = _value(key, KEY_SHIFT) * inverse_t
     threshold = tl.where(key == lowest, NEGATIVE_INFINITY, threshold)
@@ -107,7 +109,7 @@ def threshold_kernel(
 @triton.jit
 def _largest_key_reached(
     needed, low, high, mass, weighed, logits_ptr, max_ptr, inverse_t, top, raw_top, vocab_size, num_tiles,
-    KEY_SHIFT: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
+    KEY_SHIFT: tl.constexpr, TILES: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """The largest key in ``[low, high)`` that tokens of weight ``needed`` reach, and the mass of those tokens.
 
@@ -121,7 +123,7 @@ def _largest_key_reached(
         asked = (pivots > low) & (pivots < high)
         count, masses = _reaching(
             tl.where(asked, pivots, high), logits_ptr, max_ptr, inverse_t, top, vocab_size, num_tiles, KEY_SHIFT,
-            BLOCK_V, BLOCK_C,
+            TILES, BLOCK_V, BLOCK_C,
         )  # fmt: skip
         reached = asked & (tl.where(weighed == 1, masses, count.to(tl.float64)) >= needed)
         low = tl.max(tl.where(reached, pivots, low), axis=0)
@@ -134,14 +136,15 @@ def _largest_key_reached(
 
 @triton.jit
 def _reaching(
-    pivots, logits_ptr, max_ptr, inverse_t, top, vocab_size, num_tiles, KEY_SHIFT: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    pivots, logits_ptr, max_ptr, inverse_t, top, vocab_size, num_tiles, KEY_SHIFT: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """How many tokens score at least as the logit of each pivot, ``[4]`` int32, and their mass relative to the top's.
 
     Scores are compared, as they are where tokens are kept: different logits may round to one score.
     """
     CHUNKS: tl.constexpr = BLOCK_V // BLOCK_C
+    LANES: tl.constexpr = 8 if BLOCK_C >= 8 else BLOCK_C  # a thread's own are added first, which needs fewer registers
     pivot_scores = _value(pivots, KEY_SHIFT) * inverse_t
     least = tl.min(pivot_scores, axis=0)
     count = tl.zeros([4, BLOCK_C], tl.int32)
@@ -156,7 +159,8 @@ def _reaching(
                 reaches = (scores[None, :] >= pivot_scores[:, None]) & (logits > NEGATIVE_INFINITY)[None, :]
                 count += reaches.to(tl.int32)
                 mass += tl.where(reaches, weight[None, :], 0.0)
-    return tl.sum(count, axis=1), tl.sum(mass.to(tl.float64), axis=1)
+    parts = summable(tl.reshape(mass, [4, BLOCK_C // LANES, LANES]).to(tl.float64), TILES * BLOCK_V)
+    return tl.sum(count, axis=1), tl.sum(tl.sum(parts, axis=2), axis=1)
 
 
 @triton.jit

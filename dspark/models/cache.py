@@ -12,10 +12,12 @@ from dspark.models.config import ModelConfig
 from dspark.models.pool import PagePool as PagePool
 from dspark.models.pool import pages_for as pages_for
 from dspark.models.transformer import Attend
+from dspark.ops.attention import verify_attention
 from dspark.ops.attention_reference import AttentionLayout, attend, attention_layout
-from dspark.ops.cache import destinations, write
+from dspark.ops.backend import resolve
+from dspark.ops.cache import append_kv, destinations, write
 from dspark.ops.checks import check_shape
-from dspark.ops.types import PagedKV, QueryBatch
+from dspark.ops.types import Backend, PagedKV, QueryBatch
 
 
 @dataclass(frozen=True)
@@ -114,18 +116,20 @@ def query_batch(
     return QueryBatch(query_start, context_len, block_table, positions, slots, ancestors, longest)
 
 
-def paged_attend(cache: PagedCache, batch: QueryBatch, windows: Sequence[int]) -> Attend:
+def paged_attend(cache: PagedCache, batch: QueryBatch, windows: Sequence[int], *, backend: Backend = "auto") -> Attend:
     """Attention of ``batch``'s rows over ``cache``: store their keys and values, then attend to all they see.
 
-    Each layer is ``append_kv`` and ``verify_attention``; what depends on the batch alone is computed once.
+    Each layer is ``append_kv`` and ``verify_attention``; of the references, what depends on the batch alone is computed
+    once.
 
     Args:
         cache: written in place.
         batch: the rows that the network runs on.
         windows: sliding window of each layer, 0 for full attention.
+        backend: of both ops.
 
     Raises:
-        ValueError: shapes of ``batch`` do not fit each other.
+        ValueError: shapes of ``batch`` do not fit each other, or the backend is not at hand.
     """
     sizes: dict[str, int] = {}
     check_shape("batch.context_len", batch.context_len, "R", sizes)
@@ -136,6 +140,14 @@ def paged_attend(cache: PagedCache, batch: QueryBatch, windows: Sequence[int]) -
     num_rows = sizes["T"]
     if num_rows == 0:
         return lambda layer, q, k, v: q
+    if resolve("verify_attention", backend, cache.layers[0].k) == "triton":
+
+        def launch_layer(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            kv = cache.layers[layer]
+            append_kv(k, v, kv, batch.slots, backend="triton")
+            return verify_attention(q, kv, batch, window=windows[layer], backend="triton")
+
+        return launch_layer
     to = destinations(batch.slots, cache.page_size)
     layouts: dict[int, AttentionLayout] = {}  # by window
 

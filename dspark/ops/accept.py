@@ -1,6 +1,6 @@
-"""Acceptance of a drafted chain: which drafts the target keeps, and the token it adds after them.
+"""Acceptance of drafted chains and trees: which drafts the target keeps, and the token it adds after them.
 
-Four rules (contract C4), all lossless:
+Five rules (contract C4), all lossless:
 
 * ``coupled`` (Daliri, Musco, Suresh, arXiv 2408.07978): the target draws every row as plain sampling would, and a draft
   is accepted while it is what the target drew. The output is the plain sampled sequence of that seed, bit for bit.
@@ -9,7 +9,10 @@ Four rules (contract C4), all lossless:
 * ``ratio`` (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318): draft x is accepted with probability
   ``min(1, p(x) / q(x))``; the first rejected one is replaced by a draw from the residual ``(p - q)+``.
 * ``block`` (Sun et al., arXiv 2403.10444): the drafts are judged as a block, and one may be kept for the sake of those
-  after it; on average at least as many are accepted as by ``ratio``.
+  after it; on average at least as many are accepted as by ``ratio``. Chains alone.
+* ``recursive`` (SpecInfer, Miao et al., arXiv 2305.09781; Sequoia, Chen et al., arXiv 2402.12374): ``ratio`` for the
+  children of a tree's node in turn, each judged by what the rejected ones before it left of p and q. On a chain it is
+  ``ratio``.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dspark.ops.accept_reference import accept_reference
+from dspark.ops.accept_tree_reference import accept_tree_reference
 from dspark.ops.backend import resolve
 from dspark.ops.checks import (
     FLOAT_DTYPES,
@@ -31,6 +35,8 @@ from dspark.ops.checks import (
     sampling_fits,
 )
 from dspark.ops.library import rows as library
+from dspark.ops.library.tree import accept_tree_op
+from dspark.ops.tree_checks import check_tree, tree_fits
 from dspark.ops.types import (
     Backend,
     DenseQ,
@@ -40,11 +46,12 @@ from dspark.ops.types import (
     Rule,
     Sampling,
     SparseQ,
+    Tree,
     Verdict,
 )
 
 _RULES: tuple[Rule, ...] = get_args(Rule)
-RULES_OF_Q: tuple[Rule, ...] = ("ratio", "block")
+RULES_OF_Q: tuple[Rule, ...] = ("ratio", "block", "recursive")
 """Rules that divide by the draft's distribution; a policy must not know their drafts before it decides."""
 
 _LOGPROBS: tuple[Logprobs, ...] = get_args(Logprobs)
@@ -68,28 +75,38 @@ def accept(
     max_query_len: int,
     q: DraftDistribution | None = None,
     logprobs: Logprobs = "raw",
+    tree: Tree | None = None,
+    max_branching: int | None = None,
     out: Verdict | None = None,
     workspace: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Verdict:
-    """Verify a ragged batch of drafted chains.
+    """Verify a ragged batch of drafted chains, or trees.
 
     Args:
         target_logits: ``[T, V]`` float32, float16 or bfloat16: the target's logits at each row.
-        tokens: ``[T]`` int64: the verified tokens, of each request its anchor and then its drafts. An id outside
-            ``[0, V)``, such as -1, is never accepted.
+        tokens: ``[T]`` int64: the verified tokens, of each request its anchor and then its drafts (the nodes of its
+            tree in order). An id outside ``[0, V)``, such as -1, is never accepted.
         query_start: ``[R + 1]`` int64, first row of each request. A request without rows is padding: it emits nothing
             and its status is OK. Rows past ``query_start[R]`` are padding too.
-        rule: ``"coupled"``, ``"ratio"``, ``"block"`` or ``"match"``.
+        rule: ``"coupled"``, ``"ratio"``, ``"block"``, ``"match"`` or ``"recursive"``.
         sampling: parameters of the ``R`` requests, temperature 0 among them or not.
         position: ``[R]`` int64, absolute position of the anchor; the token that row ``i`` gives is at
-            ``position + i + 1``, and that position is the address of its random numbers.
+            ``position + i + 1`` (a node of depth ``d``: ``position + d + 1``), and that position is the address of its
+            random numbers.
         max_query_len: ``N``, the most rows that a request has (1 is the anchor alone); further rows are ignored.
         q: what the drafts were sampled from, after all transforms, for ``G >= N - 1`` drafts of each request:
-            :class:`DenseQ`, :class:`SparseQ` or :class:`PointMass`. ``ratio`` and ``block`` need it unless ``N`` is 1;
-            the others take none.
+            :class:`DenseQ`, :class:`SparseQ` or :class:`PointMass`. ``ratio``, ``block`` and ``recursive`` need it
+            unless ``N`` is 1; the others take none. On a tree: a :class:`DenseQ` whose row ``i`` is what the children
+            of node ``i`` were sampled from, without replacement.
         logprobs: whether log-probabilities are those of the target before (``"raw"``) or after (``"processed"``) the
             sampling transforms.
+        tree: None for chains. Else row ``i`` of a request is node ``i`` of its tree, and the rule is ``"coupled"``,
+            ``"match"`` or ``"recursive"``. Its ``[R, N]`` fields are as wide as ``max_query_len``; ``parents``,
+            ``ancestors`` and ``depth`` are read. A request may have fewer rows than its tree has nodes (the first
+            ones). A node whose parent is not before it is never accepted.
+        max_branching: most children of a node, ``"recursive"`` on trees alone, and needed there: the number of launches
+            grows with it. Further children are never accepted.
         out: a verdict whose tensors the result is written into.
         workspace: ``[bytes]`` uint8, scratch memory of the kernels, :func:`accept_workspace` bytes or more; None takes
             some from the allocator. The reference needs none.
@@ -98,30 +115,45 @@ def accept(
     Returns:
         A verdict over ``[R, N]``, ``out`` if that was given: ``accepted + 1`` tokens per request that has rows, except
         where a target row that the request reached is bad (NaN, +inf, all -inf): nothing is drawn from it, the tokens
-        before it stand, and the status is ``BAD_LOGITS``. A draft row that is bad means that its draft is rejected; the
-        replacement is drawn from p.
+        before it stand, and the status is ``BAD_LOGITS``. A draft row that is bad means that its drafts are rejected;
+        the replacement is drawn from p. Of a tree, ``path`` names the nodes down to the deepest accepted one.
 
     Raises:
         TypeError, ValueError: an argument has another dtype or shape, a word is unknown, or ``q`` is missing or
             useless.
 
-    Graph-safe; a request's verdict depends on that request's inputs only.
+    Graph-safe. A request's verdict depends on that request's inputs only, bit for bit: not on the other requests, on
+    their number or order, or on ``max_query_len`` (given rows of one alignment, see ``docs/acceptance.md``).
     """
+    if tree is None and rule == "recursive":
+        rule = "ratio"
     arguments = (target_logits, tokens, query_start, rule, sampling, position, max_query_len, q, logprobs)
-    if not _fits(*arguments, out, workspace):
+    if not (_fits(*arguments, out, workspace) and tree_fits(tree, max_branching, rule, *arguments[5:8])):
         _check(*arguments, out, workspace)
+        check_tree(tree, max_branching, rule, *arguments[5:8])
     taken = resolve("accept", backend, target_logits)
     if torch.compiler.is_compiling():
         verdict = _empty(position, max_query_len) if out is None else out
-        library.accept_op(*arguments[:6], q, logprobs, verdict, workspace, taken)
+        if tree is None:
+            library.accept_op(*arguments[:6], q, logprobs, verdict, workspace, taken)
+        else:
+            accept_tree_op(*arguments[:6], q, logprobs, tree, max_branching, verdict, workspace, taken)
         return verdict
     if taken == "triton":
-        from dspark.ops.accept_triton import accept_triton
-
         verdict = _empty(position, max_query_len) if out is None else out
-        accept_triton(*arguments, verdict, workspace)
+        if tree is None:
+            from dspark.ops.accept_triton import accept_triton
+
+            accept_triton(*arguments, verdict, workspace)
+        else:
+            from dspark.ops.accept_tree_triton import accept_tree_triton
+
+            accept_tree_triton(*arguments, tree, max_branching or 1, verdict, workspace)
         return verdict
-    verdict = accept_reference(*arguments)
+    if tree is None:
+        verdict = accept_reference(*arguments)
+    else:
+        verdict = accept_tree_reference(*arguments, tree, max_branching or 1)
     if out is None:
         return verdict
     for field in _VERDICT:
@@ -130,15 +162,29 @@ def accept(
 
 
 def accept_workspace(
-    num_requests: int, max_query_len: int, vocab_size: int, *, rule: Rule, draft_vocab_size: int | None = None
+    num_requests: int,
+    max_query_len: int,
+    vocab_size: int,
+    *,
+    rule: Rule,
+    draft_vocab_size: int | None = None,
+    tree: bool = False,
+    max_branching: int | None = None,
 ) -> int:
     """Bytes of ``workspace`` that :func:`accept` takes for so many requests.
 
-    ``draft_vocab_size`` is the width of a :class:`DenseQ`, the target's vocabulary by default.
+    ``draft_vocab_size`` is the width of a :class:`DenseQ`, the target's vocabulary by default; ``tree`` says that trees
+    are verified, and ``max_branching`` is as there.
     """
+    draft_vocab_size = draft_vocab_size or vocab_size
+    if tree:
+        from dspark.ops.accept_tree_triton import workspace_bytes as tree_bytes
+
+        return tree_bytes(num_requests, max_query_len, vocab_size, draft_vocab_size, rule, max_branching or 1)
     from dspark.ops.accept_triton import workspace_bytes
 
-    return workspace_bytes(num_requests, max_query_len, vocab_size, draft_vocab_size or vocab_size, rule)
+    rule = "ratio" if rule == "recursive" else rule
+    return workspace_bytes(num_requests, max_query_len, vocab_size, draft_vocab_size, rule)
 
 
 def _empty(position: Tensor, max_query_len: int) -> Verdict:

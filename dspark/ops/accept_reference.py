@@ -48,7 +48,7 @@ def accept_reference(
     num_requests, device = position.shape[0], target_logits.device
     node = torch.arange(max_query_len, device=device)  # [N]
     if num_rows == 0 or num_requests == 0:
-        return _nothing(num_requests, max_query_len, device)
+        return no_verdict(num_requests, max_query_len, device)
 
     request, offset = row_index(query_start, num_rows)  # [T] each
     length = query_start.diff().clamp(max=max_query_len).unsqueeze(1)  # [R, 1]
@@ -114,9 +114,9 @@ def ratio_verdict(p: Tensor, q: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
 
     Graph-safe.
     """
-    q, ratio = _token_ratio(p, q, token)
+    q, ratio = token_ratio(p, q, token)
     excess = (p - q).clamp(min=0.0)
-    return ratio.clamp(max=1.0), _normalised(excess, excess.sum(-1, keepdim=True), p)
+    return ratio.clamp(max=1.0), normalised(excess, excess.sum(-1, keepdim=True), p)
 
 
 def block_verdict(p: Tensor, q: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,7 +141,7 @@ def block_verdict(p: Tensor, q: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
 
     Graph-safe.
     """
-    q, ratio = _token_ratio(p, q, token)
+    q, ratio = token_ratio(p, q, token)
     p_fine = p.sum(-1).isfinite()  # [..., N]
     ratio = torch.where(p_fine, ratio, 0.0)
     running, before = torch.ones_like(ratio[..., 0]), []
@@ -155,7 +155,7 @@ def block_verdict(p: Tensor, q: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
     seen = torch.where(p_fine, mass, weight)  # a bad row rejects nothing: nothing can be drawn from it either
     kept, beyond = weight[..., 1:], seen[..., 1:]  # of drafts 0..N-2
     chance = torch.where(kept < 1, beyond / (beyond + (1 - kept)), 1.0)
-    return F.pad(chance, (0, 1)), _normalised(excess, mass.unsqueeze(-1), p)
+    return F.pad(chance, (0, 1)), normalised(excess, mass.unsqueeze(-1), p)
 
 
 def draft_probs(q: DraftDistribution, next_draft: Tensor, vocab_size: int) -> Tensor:
@@ -189,7 +189,7 @@ def draft_probs(q: DraftDistribution, next_draft: Tensor, vocab_size: int) -> Te
     return F.pad(probs, (0, 0, 0, 1))
 
 
-def _token_ratio(p: Tensor, q: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+def token_ratio(p: Tensor, q: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
     """q with 0 in the rows that have no draft or are bad, and p(x) / q(x) of the drafts: 0 where q(x) is."""
     drafted = (token >= 0) & (token < p.shape[-1]) & q.sum(-1).isfinite()
     q = torch.where(drafted.unsqueeze(-1), q, 0.0)
@@ -199,7 +199,7 @@ def _token_ratio(p: Tensor, q: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
     return q, torch.where(q_token > 0, (p_token / q_token).clamp(max=torch.finfo(p.dtype).max), 0.0)
 
 
-def _normalised(excess: Tensor, mass: Tensor, p: Tensor) -> Tensor:
+def normalised(excess: Tensor, mass: Tensor, p: Tensor) -> Tensor:
     """A residual divided by its mass ``[..., 1]``, or p where there is next to none."""
     return torch.where(mass > _DEGENERATE_MASS, excess / mass, p)
 
@@ -215,7 +215,7 @@ def _leading(kept: Tensor) -> Tensor:
     return kept.long().cumprod(1).sum(1, keepdim=True)
 
 
-def _nothing(num_requests: int, max_query_len: int, device: torch.device) -> Verdict:
+def no_verdict(num_requests: int, max_query_len: int, device: torch.device) -> Verdict:
     """The verdict over no rows at all."""
     tokens = torch.full((num_requests, max_query_len), -1, device=device)
     num_emitted = torch.zeros(num_requests, dtype=torch.int64, device=device)

@@ -87,6 +87,7 @@ class _Plan:
         block_rows = draws_per_program(self.sub_columns)
         return (-(-self.slots.count // block_rows),), {
             **self._tiles,
+            "nodes": self.nodes,
             "num_slots": self.slots.count,
             "vocab_size": self.slots.vocab_size,
             "METHOD": "inverse_cdf",
@@ -125,8 +126,8 @@ class _Plan:
             "num_slots": self.slots.count,
             "vocab_size": self.slots.vocab_size,
             "num_tiles": self.slots.num_tiles,
+            "nodes": self.nodes,
             "RULE": self.rule,
-            "NODES": self.nodes,
             "BLOCK_R": config.block_rows,
             "BLOCK_V": config.block_vocab,
             "BLOCK_S": config.block_sub,
@@ -152,7 +153,6 @@ class _Plan:
         return {
             "stride_plane": self.slots.stride_plane,
             "num_tiles": self.slots.num_tiles,
-            "NODES": self.nodes,
             "TILES": self.slots.tiles_p2,
         }
 
@@ -162,6 +162,7 @@ class _Plan:
         return (-(-self.num_requests // block_requests),), {
             **self._tiles,
             "num_requests": self.num_requests,
+            "NODES": self.nodes,
             "NODES_P2": self.nodes_p2,
             "BLOCK_R": block_requests,
             "num_warps": verdict_warps(block_requests * self.nodes_p2 * columns),
@@ -301,6 +302,7 @@ def _accept_drawn(
         arguments |= {
             "seed_ptr": rows.sampling.seed,
             "position_ptr": rows.position,
+            "depth_ptr": None,
             "threshold_ptr": threshold,
             "request_ptr": None,
             "token_ptr": drawn,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dspark.ops.types import PagedKV, QueryBatch
 
-MAX_ANCESTOR_ROWS = 64
+WORD_BITS = 64
 """Rows of a request that one int64 ancestor word can name."""
 
 _NOWHERE = 2**31 - 1
@@ -83,6 +83,10 @@ def attend(
     requests, _, grouped_rows, _ = layout.unseen.shape
     group = num_heads // kv_heads
     k, v = _gather(kv.k, layout.pages), _gather(kv.v, layout.pages)  # [R, L, Hkv, D] each
+    if kv.k_scale is not None:
+        k.mul_(kv.k_scale[:, None])
+    if kv.v_scale is not None:
+        v.mul_(kv.v_scale[:, None])
     # A weight of 0 does not silence a NaN or an infinity among the values, so they are cleared, and the scores of those
     # who see them become NaN.
     flaw = v.sum(-1).mul_(0)  # [R, L, Hkv]
@@ -144,8 +148,9 @@ def _visible(batch: QueryBatch, rows: Tensor, exists: Tensor, page_size: int, wi
     if batch.ancestors is None:
         visible = offset[:, None] <= torch.arange(rows.shape[1], device=rows.device)[:, None]
     else:
-        word = batch.ancestors[rows][..., None]  # [R, Q, 1]
-        bit = (word >> offset.clamp(0, MAX_ANCESTOR_ROWS - 1)[:, None]) & 1
+        words = batch.ancestors.reshape(len(batch.ancestors), -1)[rows]  # [R, Q, W]
+        row = offset.clamp(0, WORD_BITS * words.shape[2] - 1)[:, None].expand(-1, rows.shape[1], -1)  # [R, Q, L]
+        bit = (words.gather(2, row // WORD_BITS) >> row % WORD_BITS) & 1
         is_row = exists.sum(-1, keepdim=True) > offset  # [R, L], committed tokens included
         visible = ((bit > 0) | (offset < 0)[:, None]) & is_row[:, None]
     if window:

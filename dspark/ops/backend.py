@@ -13,7 +13,22 @@ from dspark.ops.types import Backend
 
 logger = logging.getLogger(__name__)
 
-TRITON_OPS: frozenset[str] = frozenset({"accept", "process_logits", "sample", "truncate"})
+TRITON_OPS: frozenset[str] = frozenset(
+    {
+        "accept",
+        "append_kv",
+        "commit_kv",
+        "copy_pages",
+        "draft_walk",
+        "draft_walk_certified",
+        "process_logits",
+        "rope_append_kv",
+        "sample",
+        "schedule_prefix",
+        "truncate",
+        "verify_attention",
+    }
+)
 """Ops that have a Triton kernel."""
 
 _BACKENDS = get_args(Backend)

@@ -1,9 +1,11 @@
 """How the kernels over rows of logits are launched: tile sizes as plain functions of shapes, and the scratch memory.
 
-Tile sizes depend on the vocabulary (and, for what one program holds of a request, on the most nodes of a request), so a
-row's result does not depend on its batch (contract C8). The compiler orders the sum within a tile by how it loads it,
-so this holds between rows of one dtype whose base and stride are all multiples of 16 (such rows load 16 bytes at a
-time), and between rows where they are not.
+A request's result does not depend on its batch, nor on how many drafts the others have (contract C8). Tile sizes depend
+on the vocabulary alone, and a tile is summed by one compiled kernel whatever the number of requests and of their nodes.
+How a program takes requests depends on the most nodes of one, and with it the order in which the compiler adds what the
+tiles gave: these sums have no rounding, see ``summable`` in ``dspark.kernels.rows``. The compiler orders the sum within
+a tile by how it loads it, so all this holds between rows of one dtype whose base and stride are all multiples of 16
+(such rows load 16 bytes at a time), and between rows where they are not.
 """
 
 from __future__ import annotations

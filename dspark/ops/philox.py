@@ -77,21 +77,23 @@ def random_words(
     return philox4x32(counter, (seed & _MASK, (seed >> 32) & _MASK))
 
 
-def uniform(seed: Tensor, position: Tensor, stream: Stream | Tensor, *, salt: Tensor | None = None) -> Tensor:
+def uniform(
+    seed: Tensor, position: Tensor, stream: Stream | Tensor, *, salt: Tensor | None = None, block: Tensor | None = None
+) -> Tensor:
     """One uniform per address, strictly inside (0, 1).
 
     A token is drawn from a whole vocabulary with one such number, so it carries 52 bits (words 0 and 1): at the 24 bits
     of a float32 most tokens of a long tail could never come out.
 
     Args:
-        seed, position, salt, stream: as for :func:`random_words`.
+        seed, position, salt, stream, block: as for :func:`random_words`.
 
     Returns:
         float64, of the broadcast shape.
 
     Graph-safe.
     """
-    high, low, _, _ = random_words(seed, position, stream, salt=salt)
+    high, low, _, _ = random_words(seed, position, stream, salt=salt, block=block)
     return _to_uniform(high, low)
 
 
@@ -121,6 +123,29 @@ def gumbel(seed: Tensor, position: Tensor, vocab_size: int, stream: Stream, *, s
     )
     word = torch.stack(words, dim=-1).flatten(-2)[..., :vocab_size]  # [..., V/4, 4] -> [..., V]
     return _to_gumbel(word)
+
+
+def gumbel_of(seed: Tensor, position: Tensor, tokens: Tensor, stream: Stream, *, salt: Tensor | None = None) -> Tensor:
+    """The same noise of some tokens only.
+
+    Args:
+        seed, position, stream, salt: as for :func:`gumbel`.
+        tokens: ``[n]`` or ``[..., n]`` int64 token ids.
+
+    Returns:
+        ``[..., n]`` float32, finite.
+
+    Graph-safe.
+    """
+    words = random_words(
+        seed.unsqueeze(-1),
+        position.unsqueeze(-1),
+        stream,
+        salt=None if salt is None else salt.unsqueeze(-1),
+        block=tokens >> 2,
+    )
+    lane = (tokens & 3).expand(words[0].shape).unsqueeze(-1)
+    return _to_gumbel(torch.stack(words, dim=-1).gather(-1, lane).squeeze(-1))
 
 
 def _to_uniform(high: Tensor, low: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ class Rows:
         query_start: ``[R + 1]``, or None where a slot is a row.
         request, salt: ``[T]`` or None, where a slot is a row.
         stream: of the noise.
+        depth: ``[R, N]`` of a tree's nodes; None: node ``i`` of a request has depth ``i``.
     """
 
     logits: Tensor
@@ -35,6 +36,7 @@ class Rows:
     request: Tensor | None = None
     salt: Tensor | None = None
     stream: Stream = Stream.TARGET
+    depth: Tensor | None = None
 
     @property
     def truncated(self) -> bool:
@@ -97,7 +99,7 @@ class Slots:
             "num_slots": self.count,
             "vocab_size": self.vocab_size,
             "num_tiles": self.num_tiles,
-            "NODES": self.nodes,
+            "nodes": self.nodes,
             "BLOCK_R": self.config.block_rows,
             "BLOCK_V": self.config.block_vocab,
             "BLOCK_S": self.config.block_sub,
@@ -176,6 +178,7 @@ def gather_statistics(
         "stride_logits_request": 0,
         "seed_ptr": sampling.seed,
         "position_ptr": rows.position,
+        "depth_ptr": rows.depth,
         "salt_ptr": rows.salt,
         "STREAM": int(rows.stream),
         "DRAFT": False,
@@ -197,6 +200,7 @@ _DRAFT_CONSTANTS: dict[str, Any] = {
     "temperature_ptr": None,
     "seed_ptr": None,
     "position_ptr": None,
+    "depth_ptr": None,
     "salt_ptr": None,
     "top_k_ptr": None,
     "top_p_ptr": None,

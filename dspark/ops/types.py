@@ -15,7 +15,7 @@ from typing import Literal
 from torch import Tensor
 
 Backend = Literal["auto", "triton", "reference"]
-Rule = Literal["coupled", "ratio", "block", "match"]
+Rule = Literal["coupled", "ratio", "block", "match", "recursive"]
 Logprobs = Literal["raw", "processed"]
 
 
@@ -41,7 +41,8 @@ class PagedKV:
     """One layer's paged keys and values; slot ``s`` is row ``s % S`` of page ``s // S``.
 
     Attributes:
-        k, v: ``[P, S, Hkv, D]`` of one float dtype; float8_e4m3fn with scales.
+        k, v: ``[P, S, Hkv, D]`` of one float dtype; float8_e4m3fn with scales. Ops that move what is stored take the
+            layers of a cache at once, ``[L, P, S, Hkv, D]``.
         k_scale, v_scale: ``[Hkv]`` float32, by which a stored number is multiplied; only with float8.
     """
 
@@ -52,7 +53,7 @@ class PagedKV:
 
     @property
     def page_size(self) -> int:
-        return self.k.shape[1]
+        return self.k.shape[-3]
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,8 @@ class QueryBatch:
         block_table: ``[R, B]`` int64, page of each ``S`` tokens; -1 where there is none.
         positions: ``[T]`` int64, absolute position of each row (for a chain: ``context_len + i``).
         slots: ``[T]`` int64, where each row's keys and values go; -1 writes nothing.
-        ancestors: ``[T]`` int64, bit ``j`` set when row sees row ``j`` of its own request (itself included); None for
-            a causal chain of any length.
+        ancestors: ``[T]`` or ``[T, W]`` int64, bit ``j % 64`` of word ``j // 64`` set when the row sees row ``j`` of its
+            own request (itself included), ``[T]`` for up to 64 rows; None for a causal chain of any length.
         max_query_len: the most rows that any request has (known on the host).
     """
 
@@ -194,16 +195,22 @@ class Draft:
 
     Attributes:
         tokens: ``[R, G]`` int64; -1 where nothing was drafted.
-        logits: ``[R, G, V]`` float32 or None: the scores that the tokens were sampled from, after temperature and
+        logits: ``[R, G, V]`` float or None: the scores that the tokens were sampled from, after temperature and
             truncation (cut tokens -inf, a greedy row -inf but for its token). ``softmax(logits)`` is q (contract C2).
         confidence: ``[R, G]`` float32 in [0, 1] or None: chance that draft k survives given that 1..k-1 did.
         confidence_logits: ``[R, G]`` float32 or None: the same before the sigmoid.
+        margin: ``[R, G]`` float32 in [0, 1] or None: how far the likeliest token leads the second, ``p1 - p2`` of the
+            softmax of the slot's scores before temperature and truncation; 0 where nothing was drafted.
+        lse: ``[R, G]`` float32 or None: log-sum-exp of each row of ``logits``; 0 in greedy rows, -inf where nothing was
+            drafted.
     """
 
     tokens: Tensor
     logits: Tensor | None
     confidence: Tensor | None
     confidence_logits: Tensor | None = None
+    margin: Tensor | None = None
+    lse: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -228,6 +235,34 @@ class Tree:
     ancestors: Tensor
     depth: Tensor
     num_nodes: Tensor
+
+    def first(self, count: int) -> Tree:
+        """The trees of the first ``count`` places: ``[R, count]``. Whatever the order, a parent is before its child."""
+        ancestors = self.ancestors[:, :count]
+        if ancestors.ndim == 3:
+            ancestors = ancestors[..., 0] if count <= 64 else ancestors[..., : -(-count // 64)]
+        return Tree(
+            tokens=self.tokens[:, :count],
+            parents=self.parents[:, :count],
+            ancestors=ancestors,
+            depth=self.depth[:, :count],
+            num_nodes=self.num_nodes.clamp(max=count),
+        )
+
+
+@dataclass(frozen=True)
+class TreeDraft:
+    """Drafted trees, and what their nodes were sampled from.
+
+    Attributes:
+        tree: the trees.
+        logits: ``[R, N, V]`` float32 or None: row ``i`` holds the scores that node ``i``'s children were sampled from,
+            without replacement, after temperature and truncation; ``softmax(logits)`` is the q of the first of them
+            (contract C2). -inf in rows of nodes without children.
+    """
+
+    tree: Tree
+    logits: Tensor | None
 
 
 @dataclass(frozen=True)

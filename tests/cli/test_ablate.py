@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import csv
 import dataclasses
 import json
 import math
@@ -12,22 +13,28 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dspark.cli.ablation import PLAIN, Plan, Row, run_ablation
+from dspark.cli.ablation import Plan, run_ablation
 from dspark.cli.app import app
-from dspark.cli.evaluate import area_under_curve, draft_quality
+from dspark.cli.evaluate import draft_quality
 from dspark.cli.lossless import NEAR_TIE, is_lossless_by_law, is_lossless_by_tokens, replay_logits
+from dspark.cli.report import comparison, markdown, read_rows, write_results
+from dspark.cli.rows import PLAIN, Row, speedups
+from dspark.cli.setup import check_policy
 from dspark.decode import Decoder, SamplingParams
 from dspark.models import DSparkDrafter, Target, held_out_prompts, load_tokenizer, tiny_pair
 from dspark.policy import CostProfile
+from dspark.policy.reliability import area_under_curve
 from dspark.testing.statistics import probability_integral, uniformity_p_value
 
 KEYS = {
     "policy",
     "rule",
     "temperature",
+    "draft_len",
+    "domain",
     "tokens_per_s",
     "speedup",
-    "speedup_iqr",
+    "speedup_ci",
     "tau",
     "verified_per_round",
     "accept_by_position",
@@ -50,11 +57,28 @@ def prompts() -> list[list[int]]:
     return [tokenizer.encode(p.text).ids for p in held_out_prompts()]
 
 
-def test_the_oracle_is_left_out_under_block() -> None:
-    plan = Plan([[1]], ["fixed:3", "oracle"], ["ratio", "block"], [0.0], repeats=2, max_tokens=4)
+def test_what_a_rule_does_not_go_with_is_left_out() -> None:
+    plan = Plan([[1]], ["fixed:3", "oracle", "tree:7"], ["coupled", "ratio", "block"], [0.0], repeats=2, max_tokens=4)
+    assert plan.policies_under("coupled") == ["fixed:3", "oracle", "tree:7"]
+    assert plan.policies_under("recursive") == ["fixed:3", "oracle", "tree:7"]
     assert plan.policies_under("ratio") == ["fixed:3", "oracle"]
     assert plan.policies_under("block") == ["fixed:3"]
-    assert plan.runs == (1 + 2 * 3) + (1 + 2 * 2)
+    assert plan.runs == (1 + 2 * 4) + (1 + 2 * 3) + (1 + 2 * 2)
+
+
+def test_a_tree_is_a_policy_of_the_table(pair: tuple[Target, DSparkDrafter], prompts: list[list[int]]) -> None:
+    plan = Plan(prompts[:1], ["fixed:7", "tree:7"], ["coupled"], [0.0], repeats=1, max_tokens=24)
+    _, chain, tree = run_ablation(*pair, plan, PROFILE)
+    assert tree.policy == "tree:7"
+    assert tree.lossless
+    assert 0 < tree.verified_per_round <= 7
+    assert chain.verified_per_round <= 7
+
+
+@pytest.mark.parametrize("name", ["tree", "tree:", "tree:x", "tree:3:2:1", "tree:0", "tree:8:17"])
+def test_a_tree_needs_its_numbers(name: str) -> None:
+    with pytest.raises(ValueError, match=r"expected tree:NODES|expected 1 to"):
+        check_policy(name, draft_len=7)
 
 
 def test_the_command_writes_what_it_promises(tmp_path: Path) -> None:
@@ -77,12 +101,79 @@ def test_the_command_writes_what_it_promises(tmp_path: Path) -> None:
         assert row["lossless"]
         assert row["prompts"] == 2
         assert row["tokens"] == 48
-        assert row["speedup_iqr"][0] <= row["speedup"] <= row["speedup_iqr"][1]
+        assert row["speedup_ci"][0] <= row["speedup"] <= row["speedup_ci"][1]
         if row["policy"] == PLAIN:
             assert (row["speedup"], row["tau"], row["verified_per_round"]) == (1.0, 1.0, 0.0)
         else:
             assert row["tau"] > 1
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    lines = out.with_suffix(".md").read_text().splitlines()
+    assert lines[0].startswith("| policy | rule | T | tokens/s | speed-up |")
+    assert len(lines) == 2 + len(content["rows"])
+    with out.with_suffix(".csv").open(newline="") as file:
+        records = list(csv.DictReader(file))
+    assert [float(r["tau"]) for r in records] == [r["tau"] for r in content["rows"]]
+
+    same = CliRunner().invoke(app, ["ablate", "--compare", str(out), str(out)], catch_exceptions=False)
+    assert same.exit_code == 0
+    assert len(same.stdout.splitlines()) == 2 + len(content["rows"])
+
+
+def row_of(policy: str, speedup: float, **changes: object) -> Row:
+    row = Row(policy, "coupled", 0.0, 7, "all", 100.0, speedup, (speedup - 0.1, speedup + 0.1), 3.0, 5.0, [0.8, None],
+              True, 4, 320, 0)  # fmt: skip
+    return dataclasses.replace(row, **changes)  # type: ignore[arg-type]
+
+
+def test_two_runs_are_compared_where_they_measured_the_same(tmp_path: Path) -> None:
+    before = [row_of("fixed:7", 1.2), row_of("scheduled", 1.3), row_of("tree:7", 1.5), row_of("oracle", 1.6)]
+    after = [row_of("fixed:7", 1.25), row_of("scheduled", 1.6), row_of("tree:7", 1.1), row_of("fixed:3", 1.0)]
+    paths = [tmp_path / "before.json", tmp_path / "after.json"]
+    for path, rows in zip(paths, (before, after), strict=True):
+        write_results(path, rows)
+        assert read_rows(path) == rows
+    lines = comparison(before, after).splitlines()[2:]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in lines] == ["fixed:7", "scheduled", "tree:7"]
+    assert [line.split("|")[-2].strip() for line in lines] == ["", "faster", "slower"]
+    with pytest.raises(ValueError, match="no setting in common"):
+        comparison(before, [row_of("fixed:7", 1.2, draft_len=3)])
+    paths[0].write_text("{}")
+    with pytest.raises(ValueError, match=r"before.json: expected the JSON results of ablate"):
+        read_rows(paths[0])
+
+
+def test_columns_appear_where_rows_differ_in_them() -> None:
+    rows = [row_of("fixed:7", 1.2), row_of("fixed:7", 1.3, domain="code"), row_of("fixed:3", 1.1, draft_len=3)]
+    assert "| γ | domain |" in markdown(rows)
+    assert "domain" not in markdown(rows[:1])
+
+
+def test_the_interval_is_of_prompts_not_of_repeats() -> None:
+    """Many repeats of two prompts that differ say nothing more about prompts."""
+    own = [[1.0] * 50, [2.0] * 50]
+    plain = [[2.0] * 50, [6.0] * 50]
+    found = speedups(own, plain)
+    assert (found.low, found.high) == (2.0, 3.0)
+    assert 2.0 <= found.median <= 3.0
+
+
+def test_domains_and_draft_lengths_have_rows_of_their_own(
+    pair: tuple[Target, DSparkDrafter], prompts: list[list[int]]
+) -> None:
+    plan = Plan(
+        [prompts[0], prompts[1]], ["fixed:2", "fixed:4"], ["coupled"], [0.0], repeats=1, max_tokens=8,
+        draft_lens=[3, 4], domains=["code", "prose"],
+    )  # fmt: skip
+    seen: list[str] = []
+    rows = run_ablation(*pair, plan, PROFILE, seen.append)
+    assert len(seen) == plan.runs
+    assert [(r.policy, r.draft_len, r.domain) for r in rows] == [
+        (policy, length, domain)
+        for length in (3, 4)
+        for domain in ("all", "code", "prose")
+        for policy in (PLAIN, "fixed:2", *(["fixed:4"] if length == 4 else []))
+    ]
+    assert all(r.lossless for r in rows)
 
 
 def test_the_oracle_verifies_less_for_the_same_rounds(

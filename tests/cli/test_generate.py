@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 from dspark.cli import main
 from dspark.cli.app import app
+from dspark.policy.cost import CostProfile
+from dspark.policy.traces import Trace
 
 PROMPT = "import os\nimport sys\n\n\ndef main("
 
@@ -27,6 +29,7 @@ def test_every_policy_writes_what_plain_decoding_writes(temperature: str) -> Non
         policy: generate(PROMPT, "--temperature", temperature, "--seed", "3", "--policy", policy)
         for policy in ("plain", "fixed:2", "scheduled", "scheduled-lag2")
     }
+    texts["tree"] = generate(PROMPT, "--temperature", temperature, "--seed", "3", "--tree", "32")
     assert len(set(texts.values())) == 1
     assert texts["plain"].strip()
 
@@ -56,6 +59,31 @@ def test_prompts_from_files(tmp_path: Path) -> None:
     assert [r["prompt"] for r in rows] == [PROMPT, "def f(x):\n    return"]
 
 
+def test_a_trace_has_every_round_of_every_prompt(tmp_path: Path) -> None:
+    lines, recorded = tmp_path / "prompts.jsonl", tmp_path / "trace.npz"
+    lines.write_text(
+        json.dumps({"text": PROMPT, "domain": "code"}) + "\n" + json.dumps({"text": "It was", "domain": "prose"}) + "\n"
+    )
+    rows = [json.loads(r) for r in generate("--file", str(lines), "--json", "--trace", str(recorded)).splitlines()]
+    trace = Trace.load(recorded)
+    assert trace.domains == ("code", "prose")
+    whole = [[r["accepted"] for r in row["rounds"] if r["verified"] == 7] for row in rows]
+    assert [trace.accepted[trace.request == i].tolist() for i in range(2)] == whole
+    assert trace.confidence is not None
+    assert trace.margin is not None
+
+
+def test_a_measured_profile_serves_the_scheduled_policy(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "profile.json"
+    options = ["--max-rows", "4", "--max-requests", "2", "--repeats", "1", "--out", str(out)]
+    result = CliRunner().invoke(app, ["profile", *options], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert result.stdout.count(" ms\n") == 3 + 2
+    profile = CostProfile.load(out)
+    assert (profile.rows, profile.draft_requests, profile.source) == ((1, 2, 4), (1, 2), "measured")
+    assert generate(PROMPT, "--profile", str(out)) == generate(PROMPT, "--policy", "plain")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -66,6 +94,13 @@ def test_prompts_from_files(tmp_path: Path) -> None:
         (["x", "--policy", "clairvoyant"], "policy 'clairvoyant': expected plain, fixed:K"),
         (["x", "--policy", "oracle"], "policy 'oracle': replays an earlier pass"),
         (["x", "--rule", "typical"], "rule 'typical': expected one of coupled, ratio, block, match"),
+        (["x", "--tree", "8", "--policy", "fixed:3"], "--policy, --tree: give one of them"),
+        (["x", "--tree", "300"], "nodes: expected 1 to 255, got 300"),
+        (["x", "--tree", "8", "--rule", "block"], "tree: expected a rule of coupled, match, recursive, got 'block'"),
+        (["x", "--trace", "t.npz", "--policy", "plain"], "--trace: plain decoding has no rounds with drafts to record"),
+        (["x", "--trace", "t.npz", "--tree", "8"], "recorder: a trace is of chains"),
+        (["x", "--profile", "p.json", "--policy", "fixed:3"], "--profile: policy fixed:3 weighs no costs"),
+        (["x", "--profile", "nowhere.json"], "No such file or directory: 'nowhere.json'"),
         (["x", "--top-p", "2"], "top_p: out of range"),
         (["x", "--repetition-penalty", "0"], "repetition_penalty: out of range"),
         (["x", "--presence-penalty", "3"], "presence_penalty: out of range"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark.decode import Completion, Decoder, SamplingParams
-from dspark.models import Target
-from dspark.models.cache import query_batch
+from dspark.decode import Decoder, SamplingParams
 from dspark.ops.types import Rule
 from dspark.policy import ConfidenceScheduled, FixedK, Oracle, Outcome, Signals, VerifyPolicy
 from tests.decode.pairs import CROWDED, GOLDEN_DRAFTERS, STEEP, golden_drafter, golden_target, narrow_pair
-from tests.tolerances import CHI_SQUARE, LOGITS
+from tests.decode.plain import REQUESTS, assert_plain_law, plain
+from tests.tolerances import LOGITS
 
 
 class Erratic:
@@ -44,30 +42,8 @@ POLICIES: dict[str, Callable[[int], VerifyPolicy]] = {
 }
 
 
-def plain(target: Target, prompt: list[int], params: SamplingParams, rule: Rule = "coupled") -> Completion:
-    return Decoder(target, rule=rule).generate([prompt], params)[0]
-
-
-requests = st.lists(
-    st.tuples(
-        st.lists(st.integers(0, 318), min_size=1, max_size=24),
-        st.builds(
-            SamplingParams,
-            temperature=st.sampled_from([0.0, 0.6, 1.0, 1.5]),
-            top_k=st.sampled_from([0, 0, 5]),
-            top_p=st.sampled_from([1.0, 0.8]),
-            min_p=st.sampled_from([0.0, 0.05]),
-            seed=st.integers(-(2**63), 2**63 - 1),
-            max_tokens=st.integers(1, 20),
-        ),
-    ),
-    min_size=1,
-    max_size=4,
-)
-
-
 @given(
-    requests=requests,
+    requests=REQUESTS,
     kind=st.sampled_from(GOLDEN_DRAFTERS),
     policy=st.sampled_from(sorted(POLICIES)),
     draft_len=st.integers(1, 7),
@@ -135,21 +111,6 @@ def test_oracle_replays_the_recorded_pass(rule: Any, temperature: float) -> None
     assert verified[1] < verified[0]
 
 
-def exact_law(target: Target, prompt: list[int], length: int, temperature: float) -> torch.Tensor:
-    """Probability of every continuation, ``[V] * length``, from dense passes over all of them."""
-    vocab = target.vocab_size
-    law = torch.ones(1, dtype=torch.float64)
-    for depth in range(length):
-        prefixes = [prompt + list(p) for p in itertools.product(range(vocab), repeat=depth)]
-        rows = len(prefixes[0])
-        table = torch.arange(len(prefixes))[:, None]
-        batch = query_batch(table, torch.zeros(len(prefixes), dtype=torch.int64), [rows] * len(prefixes), 64)
-        hidden, _ = target.forward(torch.tensor(prefixes).flatten(), batch, target.new_cache(len(prefixes), 64))
-        logits = target.logits(hidden.unflatten(0, (-1, rows))[:, -1])
-        law = (law[:, None] * (logits.double() / temperature).softmax(-1)).flatten()
-    return law
-
-
 @pytest.mark.parametrize(
     ("rule", "policy"),
     [
@@ -163,20 +124,8 @@ def exact_law(target: Target, prompt: list[int], length: int, temperature: float
 )
 def test_output_has_the_plain_law(rule: Rule, policy: VerifyPolicy) -> None:
     """Chi-square of four tokens, 256 outcomes, over 16,000 seeds; a bias of a few per cent in one token fails it."""
-    vocab, length, seeds, temperature = 4, 4, 16_000, 0.9
-    target, drafter = narrow_pair(vocab)
-    expected = exact_law(target, [1, 2], length, temperature) * seeds
-    params = [SamplingParams(temperature=temperature, seed=s, max_tokens=length) for s in range(seeds)]
+    target, drafter = narrow_pair(4)
     decoder = Decoder(target, drafter, policy, rule, num_pages=500, page_size=16, max_batch=500)
-    completions = decoder.generate([[1, 2]] * seeds, params)
-    tokens = torch.tensor([c.token_ids for c in completions])
-    assert tokens.shape == (seeds, length)
-    counts = torch.bincount((tokens * vocab ** torch.arange(length).flip(0)).sum(1), minlength=vocab**length)
-    common = expected >= 5
-    observed = torch.cat([counts[common], counts[~common].sum()[None]]).double()
-    wanted = torch.cat([expected[common], expected[~common].sum()[None]])
-    statistic = ((observed - wanted) ** 2 / wanted.clamp(min=1e-9)).sum()
-    degrees = torch.tensor(common.sum().item(), dtype=torch.float64)
-    assert torch.special.gammaincc(degrees / 2, statistic / 2) > CHI_SQUARE
+    completions = assert_plain_law(decoder, seeds=16_000)
     verified = [r.verified for c in completions for r in c.rounds]
     assert len(set(verified)) > 1, "the policy never chose; the test would show nothing"

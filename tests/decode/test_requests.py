@@ -182,6 +182,10 @@ def test_cost_is_measured_at_powers_of_two() -> None:
     profile = measure_cost(golden_target(), golden_drafter("vanilla"), max_rows=16, context_len=32, repeats=2)
     assert profile.rows == (1, 2, 4, 8, 16)
     assert all(s > 0 for s in profile.seconds)
+    assert profile.draft_requests == (1, 2, 4, 8)
+    assert profile.context_tokens == 32
+    plain = measure_cost(golden_target(), max_rows=2, context_len=8, repeats=1)
+    assert (plain.rows, plain.draft_requests) == ((1, 2), ())
 
 
 def test_measured_cost_needs_room() -> None:
@@ -211,7 +215,7 @@ def test_a_request_that_never_fits() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rule": "typical"}, "rule: expected one of coupled, ratio, block, match, got 'typical'"),
+        ({"rule": "typical"}, "rule: expected one of coupled, ratio, block, match, recursive, got 'typical'"),
         ({"draft_len": 8}, "draft_len: expected 0 to the drafter's block size 7, got 8"),
         ({"draft_len": -1}, "draft_len: expected 0 to the drafter's block size 7, got -1"),
         ({"max_batch": 0}, "max_batch: expected at least 1, got 0"),

@@ -13,30 +13,31 @@ from pathlib import Path
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated, so before dspark.kernels is
 
-from tests.gates.traffic import accept
+from tests.gates.traffic import accept, attention, cache, process, sample, schedule, tree
 from tests.gates.traffic.case import Case, Row, measure
 
 JSON = Path(__file__).parent.parent.parent / "runs" / "traffic.json"
 
-CASES: list[Case] = [*accept.cases()]
+GROUPS = (accept, sample, process, cache, schedule, tree, attention)
+CASES: list[Case] = [case for group in GROUPS for case in group.cases()]
 """Small calls of every kind."""
 
 
 def stated_cases() -> list[Case]:
     """The shapes that bounds are stated for."""
-    return [*accept.stated_cases()]
+    return [case for group in GROUPS for case in group.stated_cases()]
 
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as text; bytes in MB."""
     lines = [
-        f"{'op':<8} {'rule':<14} {'shape':<34} {'counted':>10} {'modelled':>10} {'bound':>10} {'over':>7} "
+        f"{'op':<8} {'rule':<22} {'shape':<34} {'counted':>10} {'modelled':>10} {'bound':>10} {'over':>7} "
         f"{'launches':>8}"
     ]
     for row in rows:
         counted, modelled = row.read + row.written, row.modelled_read + row.modelled_written
         lines.append(
-            f"{row.op:<8} {row.rule:<14} {row.shape:<34} {counted / 1e6:>10.4f} {modelled / 1e6:>10.4f} "
+            f"{row.op:<8} {row.rule:<22} {row.shape:<34} {counted / 1e6:>10.4f} {modelled / 1e6:>10.4f} "
             f"{row.lower_bound / 1e6:>10.4f} {row.over_bound - 1:>7.2%} {row.launches:>8}"
             + ("" if row.agrees else "  DIFFERS")
         )

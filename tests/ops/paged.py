@@ -107,10 +107,12 @@ def make_paged(
     spare_pages: int = 2,
     poison: float = NAN,
     seed: int = 0,
+    num_words: int = 1,
 ) -> Paged:
     """Lay requests out in pages of a random order.
 
     Every slot that holds no token of a request, every padded query and every padded ancestor word is ``poison``.
+    With ``num_words`` above 1 the ancestors are ``[T, num_words]``.
     """
     kind = requests[0].kind
     page_counts = [math.ceil(len(r.k) / page_size) for r in requests]
@@ -128,22 +130,29 @@ def make_paged(
                 row = token - request.context
                 slots.append(slot)
                 positions.append(request.context + request.depth(row))
-                # All 64 bits of a block's word, so that bits of rows that do not exist are set too.
-                word = 2**64 - 1 if kind == "block" else sum(1 << j for j in request.ancestors(row))
-                words.append(word - 2**64 if word >> 63 else word)
+                # All bits of a block's words, so that bits of rows that do not exist are set too.
+                bits = 2 ** (64 * num_words) - 1 if kind == "block" else sum(1 << j for j in request.ancestors(row))
+                words.append([_int64(bits >> 64 * word) for word in range(num_words)])
     lengths = [len(r.parents) for r in requests]
     pages = pages.view(2, num_pages, page_size, *pages.shape[2:])
+    ancestors = torch.tensor([*words, *[[-1] * num_words] * pad_rows], dtype=torch.int64).view(-1, num_words)
     batch = QueryBatch(
         query_start=F.pad(torch.tensor(lengths).cumsum(0), (1, 0)),
         context_len=torch.tensor([r.context for r in requests]),
         block_table=table,
         positions=torch.tensor([*positions, *[0] * pad_rows], dtype=torch.int64),
         slots=torch.tensor([*slots, *[-1] * pad_rows], dtype=torch.int64),
-        ancestors=None if kind == "chain" else torch.tensor([*words, *[-1] * pad_rows], dtype=torch.int64),
+        ancestors=None if kind == "chain" else ancestors.squeeze(1),
         max_query_len=max(lengths),
     )
     q = torch.cat([*(r.q for r in requests), torch.full((pad_rows, *requests[0].q.shape[1:]), poison)])
     return Paged(q, PagedKV(pages[0], pages[1]), batch)
+
+
+def _int64(word: int) -> int:
+    """The number whose 64 bits are the low ones of ``word``."""
+    word %= 2**64
+    return word - 2**64 if word >> 63 else word
 
 
 def dense_attention(

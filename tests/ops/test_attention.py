@@ -251,6 +251,29 @@ def test_batch_composition_changes_nothing(kind: Kind) -> None:
         torch.testing.assert_close(out, torch.cat([parts[i] for i in order]), atol=ATTENTION, rtol=0)
 
 
+def test_float8_is_multiplied_by_its_scales() -> None:
+    requests = make_requests([20, 3], [5, 2], "tree")
+    case = make_paged(requests, poison=1.0)
+    k, v = (x.to(torch.float8_e4m3fn) for x in (case.kv.k, case.kv.v))
+    k_scale, v_scale = torch.tensor([0.5, 2.0]), torch.tensor([3.0, 0.25])
+    exact = PagedKV(k.float() * k_scale[:, None], v.float() * v_scale[:, None])
+    out = attend(replace(case, kv=PagedKV(k, v, k_scale, v_scale)))
+    torch.testing.assert_close(out, attend(replace(case, kv=exact)), atol=ATTENTION, rtol=0)
+    torch.testing.assert_close(
+        attend(replace(case, kv=PagedKV(k, v))), attend(replace(case, kv=PagedKV(k.float(), v.float()))), atol=0, rtol=0
+    )
+
+
+def test_results_go_where_they_are_asked_for() -> None:
+    case = make_paged(make_requests([5, 33], [2, 4]), pad_rows=1)
+    expected, expected_lse = attend(case)
+    given, given_lse = torch.full_like(expected, NAN), torch.full_like(expected_lse, NAN)
+    out, lse = attend(case, out=given, lse=given_lse)
+    assert out is given
+    assert lse is given_lse
+    torch.testing.assert_close((out, lse), (expected, expected_lse), atol=0, rtol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_rounded_only_at_the_end(dtype: torch.dtype) -> None:
     case = make_paged(make_requests([20], [5]))
@@ -323,13 +346,29 @@ FAULTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "too many rows": (
         {"ancestors": torch.zeros(5).long(), "max_query_len": 65},
         ValueError,
-        "batch.max_query_len: an ancestor word names at most 64 rows of a request, got 65",
+        "batch.max_query_len: the ancestor words name at most 64 rows of a request, got 65",
     ),
+    "too few words": (
+        {"ancestors": torch.zeros(5, 2).long(), "max_query_len": 129},
+        ValueError,
+        "batch.max_query_len: the ancestor words name at most 128 rows of a request, got 129",
+    ),
+    "words of no row": ({"ancestors": torch.zeros(4, 2).long()}, ValueError, r'batch.ancestors: expected shape "T W"'),
+    "wide heads": ({"q": torch.zeros(5, 4, 257)}, ValueError, "kv.k: expected shape"),
+    "scale": ({"k_scale": torch.ones(2)}, ValueError, "kv.k_scale: only a float8_e4m3fn cache has scales"),
+    "split": ({"split": "best"}, ValueError, "split: expected one of 'fixed', 'occupancy', got 'best'"),
+    "no multiprocessors": ({"split": "occupancy"}, ValueError, "num_sms: expected a positive number"),
+    "unused multiprocessors": ({"num_sms": 132}, ValueError, "num_sms: expected .* None for others, got 132"),
+    "chunk": ({"chunk": 100}, ValueError, "chunk: expected a multiple of 64, for split 'fixed' only, got 100"),
+    "unused chunk": ({"chunk": 64, "split": "occupancy", "num_sms": 8}, ValueError, "chunk: expected a multiple of 64"),
+    "out": ({"out": torch.zeros(5, 4, 8)}, ValueError, 'out: expected shape "T Hq D"'),
+    "dtype of out": ({"out": torch.zeros(5, 4, 16).half()}, TypeError, "out: expected dtype float32, got float16"),
+    "unused lse": ({"lse": torch.zeros(5, 4)}, ValueError, "lse: the log-sum-exp is written with return_lse=True only"),
+    "workspace": ({"workspace": torch.zeros(5)}, TypeError, "workspace: expected dtype uint8"),
     "sinks": ({"sinks": torch.zeros(2)}, ValueError, r'sinks: expected shape "Hq" with Hq = 4'),
     "window": ({"window": -1}, ValueError, "window: expected a number of tokens or 0 for no limit, got -1"),
     "soft cap": ({"soft_cap": -1.0}, ValueError, "soft_cap: expected a positive number or 0 for off"),
     "backend": ({"backend": "cuda"}, ValueError, "backend"),
-    "no kernel": ({"backend": "triton"}, ValueError, "backend: verify_attention has no Triton kernel"),
 }
 
 
@@ -337,7 +376,7 @@ FAULTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_bad_arguments(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     case = make_paged(make_requests([5, 20], [2, 3]))
     in_batch = {name: value for name, value in changes.items() if name in vars(case.batch)}
-    options = {name: value for name, value in changes.items() if name not in {*in_batch, "q", "v"}}
-    kv = PagedKV(case.kv.k, changes.get("v", case.kv.v))
+    options = {name: value for name, value in changes.items() if name not in {*in_batch, "q", "v", "k_scale"}}
+    kv = PagedKV(case.kv.k, changes.get("v", case.kv.v), changes.get("k_scale"))
     with pytest.raises(error, match=message):
         verify_attention(changes.get("q", case.q), kv, replace(case.batch, **in_batch), **options)

@@ -12,12 +12,17 @@ from dspark.ops import (
     ConfidenceHead,
     DenseQ,
     MarkovHead,
+    PagedKV,
     PointMass,
     SparseQ,
     Stream,
     accept,
     append_kv,
+    commit_kv,
+    copy_pages,
+    draft_tree,
     draft_walk,
+    rope_append_kv,
     sample,
     schedule_prefix,
     truncate,
@@ -28,6 +33,7 @@ from dspark.ops.types import DraftDistribution, Processors, Rule
 from dspark.testing.guards import SyncError, forbid_sync
 from tests.ops.helpers import make_sampling
 from tests.ops.paged import Kind, make_paged, make_requests
+from tests.ops.trees import TREE_RULES, tree_problem
 
 LENGTHS = [3, 0, 1]
 REQUESTS, ROWS, NODES, VOCAB = 3, 4, 3, 12
@@ -91,25 +97,41 @@ def run_walk() -> None:
     )
 
 
-def run_attention(kind: Kind) -> None:
+def run_attention(kind: Kind, backend: Any) -> None:
     paged = make_paged(make_requests([5, 0], [3, 2], kind), 4, pad_rows=1)
     with forbid_sync():
-        verify_attention(paged.q, paged.kv, paged.batch, window=4, return_lse=True)
+        verify_attention(paged.q, paged.kv, paged.batch, window=4, return_lse=True, backend=backend)
 
 
-def run_append() -> None:
+def run_cache(backend: Any) -> None:
     paged = make_paged(make_requests([5, 0], [3, 2]), 4, pad_rows=1)
-    k = torch.randn(6, *paged.kv.k.shape[2:])
+    kv, batch = paged.kv, paged.batch
+    k, q, angle = torch.randn(6, *kv.k.shape[2:]), torch.randn(paged.q.shape), torch.ones(6, 1, kv.k.shape[-1])
+    stack = PagedKV(kv.k[None], kv.v[None])
+    path, emitted = torch.tensor([[0, 2], [0, -1]]), torch.tensor([2, 1])
+    pages = torch.tensor([0, -1]), torch.tensor([1, 2])
     with forbid_sync():
-        append_kv(k, k, paged.kv, paged.batch.slots)
+        append_kv(k, k, kv, batch.slots, backend=backend)
+        rope_append_kv(q, k, k, kv, batch.slots, cos=angle, sin=angle, q_norm=angle[0, 0], eps=1e-6, backend=backend)
+        commit_kv(stack, path, emitted, batch.query_start, batch.slots, backend=backend)
+        copy_pages(stack, *pages, backend=backend)
 
 
-def run_schedule(mode: str) -> None:
+def run_schedule(mode: str, backend: str) -> None:
     budget = torch.zeros((), dtype=torch.int64) if mode == "budget" else None
-    caps = torch.ones(REQUESTS, dtype=torch.int64)
+    limits, weights = torch.ones(REQUESTS, dtype=torch.int64), torch.ones(REQUESTS)
     confidence, speed = torch.rand(REQUESTS, 2), torch.ones(20)
     with forbid_sync():
-        schedule_prefix(confidence, speed, mode=mode, budget=budget, max_lengths=caps)  # type: ignore[arg-type]
+        schedule_prefix(
+            confidence,
+            speed,
+            mode=mode,  # type: ignore[arg-type]
+            budget=budget,
+            max_lengths=limits,
+            min_lengths=limits,
+            weights=weights,
+            backend=backend,  # type: ignore[arg-type]
+        )
 
 
 CASES = [("coupled", "none"), ("match", "none")] + [
@@ -123,6 +145,33 @@ def test_accept(rule: Rule, q: str, backend: str) -> None:
     with forbid_sync():
         run_accept(rule, q, backend=backend)
         run_accept(rule, q, backend=backend, logprobs="processed")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", TREE_RULES)
+def test_accept_of_trees(rule: Rule, backend: Any) -> None:
+    arguments = tree_problem(rule, SAMPLING, nodes=3, vocab_size=VOCAB, branching=2, lengths=LENGTHS)
+    with forbid_sync():
+        accept(**arguments, backend=backend)
+
+
+@pytest.mark.parametrize("rule", TREE_RULES)
+def test_draft_tree(rule: Rule) -> None:
+    base, w = torch.randn(REQUESTS, 2, VOCAB), torch.randn(VOCAB, 4)
+    budget = torch.tensor([4, 0, 2])
+    with forbid_sync():
+        draft_tree(
+            base,
+            ANCHOR,
+            head=MarkovHead(w, w),
+            hidden=None,
+            sampling=SAMPLING,
+            position=POSITION,
+            rule=rule,
+            num_nodes=5,
+            branching=2,
+            budget=budget,
+        )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -143,18 +192,21 @@ def test_walk_and_counts() -> None:
         count_tokens(counts, tokens, num)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["chain", "tree", "block"])
-def test_verify_attention(kind: Kind) -> None:
-    run_attention(kind)
+def test_verify_attention(kind: Kind, backend: Any) -> None:
+    run_attention(kind, backend)
 
 
-def test_append_kv() -> None:
-    run_append()
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ops_on_the_paged_cache(backend: Any) -> None:
+    run_cache(backend)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mode", ["early_stop", "global", "budget"])
-def test_schedule_prefix(mode: str) -> None:
-    run_schedule(mode)
+def test_schedule_prefix(mode: str, backend: str) -> None:
+    run_schedule(mode, backend)
 
 
 X = torch.tensor([3.0, 0.0, 1.0])

@@ -39,13 +39,13 @@ def test_opcheck_sample(stream: int) -> None:
     out = torch.zeros(3, dtype=torch.int64)
     request = None if stream == 0 else torch.tensor([2, -1, 0])
     salt = None if stream == 0 else torch.arange(3)
-    flat = library._flat(SAMPLING)
+    flat = library.flat(SAMPLING)
     check(torch.ops.dspark.sample.default, logits, *flat, position, request, stream, salt, out, None, "reference")
 
 
 def test_opcheck_truncate() -> None:
     out = torch.zeros(3)
-    arguments = (torch.randn(3, 40), *library._flat(SAMPLING), None, out, None, "reference")
+    arguments = (torch.randn(3, 40), *library.flat(SAMPLING), None, out, None, "reference")
     check(torch.ops.dspark.truncate.default, *arguments)
 
 
@@ -60,9 +60,9 @@ def test_opcheck_accept(rule: Rule, q: str) -> None:
         a["tokens"],
         a["query_start"],
         rule,
-        *library._flat(SAMPLING),
+        *library.flat(SAMPLING),
         a["position"],
-        *library._flat_q(a["q"]),
+        *library.flat_q(a["q"]),
         "raw",
         out.tokens,
         out.num_emitted,
@@ -78,7 +78,7 @@ def test_opcheck_accept(rule: Rule, q: str) -> None:
     "q", [None, PointMass(), DenseQ(torch.zeros(1, 1, 2)), SparseQ(torch.zeros(1), torch.zeros(1))]
 )
 def test_a_draft_distribution_survives_flattening(q: Any) -> None:
-    assert library._q(*library._flat_q(q)) == q
+    assert library.unflat_q(*library.flat_q(q)) == q
 
 
 def compiled(function: Any) -> Any:

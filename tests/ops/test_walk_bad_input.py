@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from dspark.ops.types import ConfidenceHead, GatedHead, MarkovHead, RNNHead, Stream
+from dspark.ops.types import ConfidenceHead, Draft, GatedHead, MarkovHead, RNNHead, Stream
 from dspark.ops.walk import sequential_step
+from dspark.ops.walk_inputs import DraftVocabulary, WalkTables
 from tests.ops.helpers import make_sampling
 from tests.ops.walks import HEADS, HIDDEN, RANK, V, make_case, make_head
 
@@ -134,7 +135,58 @@ FAULTS: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
         r'confidence_head.bias: expected shape ""',
     ),
     "backend": ("none", {"backend": "cuda"}, ValueError, "backend"),
-    "no kernel": ("none", {"backend": "triton"}, ValueError, "backend: draft_walk has no Triton kernel"),
+    "logits_dtype": ("none", {"logits_dtype": torch.int64}, TypeError, "logits_dtype: expected float32, float16 or"),
+    "unused logits_dtype": (
+        "none",
+        {"return_logits": False, "logits_dtype": torch.float16},
+        ValueError,
+        "logits_dtype: no logits are returned",
+    ),
+    "unused confidence_hidden": (
+        "none",
+        {"confidence_head": None, "confidence_hidden": torch.zeros(2, 5, 3)},
+        ValueError,
+        "confidence_hidden: there is no confidence_head to read it",
+    ),
+    "confidence_hidden": ("none", {"confidence_hidden": torch.zeros(2, 5, 3)}, ValueError, "confidence_head.weight: "),
+    "unused table": ("markov", {"tables": WalkTables(gate=torch.zeros(V, RANK))}, ValueError, "MarkovHead has no gate"),
+    "table of the gate": (
+        "gated",
+        {"tables": WalkTables(gate=torch.zeros(V, 2))},
+        ValueError,
+        r'tables.gate: expected shape "V1 gates" with gates = 6, got \[19, 2\]',
+    ),
+    "unused table of the confidence": (
+        "none",
+        {"confidence_head": None, "tables": WalkTables(confidence=torch.zeros(V))},
+        ValueError,
+        "tables.confidence: no confidence reads the previous token",
+    ),
+    "rows of w1": (
+        "none",
+        {"vocabulary": DraftVocabulary(torch.arange(V), torch.arange(V, dtype=torch.int32), "d2t")},
+        ValueError,
+        "vocabulary.w1_rows: expected 'target' or 'draft', got 'd2t'",
+    ),
+    "vocabulary": (
+        "none",
+        {"vocabulary": DraftVocabulary(torch.arange(V), torch.arange(V), "draft")},
+        TypeError,
+        "vocabulary.draft_ids: expected dtype int32",
+    ),
+    "out": (
+        "none",
+        {"out": Draft(torch.zeros(2, 5).long(), None, None)},
+        TypeError,
+        'out.logits: expected a tensor "R G V"',
+    ),
+    "unasked out": (
+        "none",
+        {"return_logits": False, "out": Draft(torch.zeros(2, 5).long(), torch.zeros(2, 5, V), None)},
+        ValueError,
+        "out.logits: expected None, nothing is asked for",
+    ),
+    "workspace": ("none", {"workspace": torch.zeros(4)}, TypeError, "workspace: expected dtype uint8"),
 }
 
 

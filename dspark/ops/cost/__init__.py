@@ -5,6 +5,23 @@ counts twice. The traffic gate holds every model to what Triton's interpreter co
 """
 
 from dspark.ops.cost.accept import AcceptCall, QKind, accept_cost
+from dspark.ops.cost.attention import AttentionCall, attention_cost
+from dspark.ops.cost.process import ProcessCall, process_cost
+from dspark.ops.cost.sample import SampleCall, sample_cost, truncate_cost
+from dspark.ops.cost.statistics import Search
 from dspark.ops.cost.types import Cost
 
-__all__ = ["AcceptCall", "Cost", "QKind", "accept_cost"]
+__all__ = [
+    "AcceptCall",
+    "AttentionCall",
+    "Cost",
+    "ProcessCall",
+    "QKind",
+    "SampleCall",
+    "Search",
+    "accept_cost",
+    "attention_cost",
+    "process_cost",
+    "sample_cost",
+    "truncate_cost",
+]

@@ -18,3 +18,16 @@ class Cost:
     def total(self) -> int:
         """Bytes moved."""
         return self.read + self.written
+
+
+@dataclass
+class Tally:
+    """A cost that is being added up, in the order of the launches."""
+
+    read: int = 0
+    written: int = 0
+    launches: int = 0
+
+    def cost(self, lower_bound: int) -> Cost:
+        """The sum, beside the lower bound."""
+        return Cost(self.read, self.written, self.launches, lower_bound)

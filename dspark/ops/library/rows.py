@@ -51,7 +51,7 @@ def sample_op(
 ) -> None:
     """:func:`dspark.ops.sample` as ``torch.ops.dspark.sample``; the backend is "reference" or "triton"."""
     torch.ops.dspark.sample(
-        logits, *_flat(sampling), position, request, int(stream), salt, out, workspace, backend
+        logits, *flat(sampling), position, request, int(stream), salt, out, workspace, backend
     )  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def truncate_op(
     logits: Tensor, sampling: Sampling, request: Tensor | None, out: Tensor, workspace: Tensor | None, backend: Backend
 ) -> None:
     """:func:`dspark.ops.truncate` as ``torch.ops.dspark.truncate``."""
-    torch.ops.dspark.truncate(logits, *_flat(sampling), request, out, workspace, backend)
+    torch.ops.dspark.truncate(logits, *flat(sampling), request, out, workspace, backend)
 
 
 def accept_op(
@@ -81,9 +81,9 @@ def accept_op(
         tokens,
         query_start,
         rule,
-        *_flat(sampling),
+        *flat(sampling),
         position,
-        *_flat_q(q),
+        *flat_q(q),
         logprobs,
         out.tokens,
         out.num_emitted,
@@ -113,11 +113,11 @@ def _flat_processors(processors: Processors) -> list[Tensor | None]:
     return [getattr(processors, field.name) for field in fields(processors)]
 
 
-def _flat(s: Sampling) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, bool, bool]:
+def flat(s: Sampling) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, bool, bool]:
     return s.temperature, s.top_k, s.top_p, s.min_p, s.seed, s.all_greedy, s.any_truncation
 
 
-def _flat_q(q: DraftDistribution | None) -> tuple[str, Tensor | None, Tensor | None]:
+def flat_q(q: DraftDistribution | None) -> tuple[str, Tensor | None, Tensor | None]:
     if isinstance(q, DenseQ):
         return "dense", q.logits, q.draft_ids
     if isinstance(q, SparseQ):
@@ -125,7 +125,7 @@ def _flat_q(q: DraftDistribution | None) -> tuple[str, Tensor | None, Tensor | N
     return "none" if q is None else "point", None, None
 
 
-def _q(kind: str, values: Tensor | None, tokens: Tensor | None) -> DraftDistribution | None:
+def unflat_q(kind: str, values: Tensor | None, tokens: Tensor | None) -> DraftDistribution | None:
     if kind == "dense" and values is not None:
         return DenseQ(values, tokens)
     if kind == "sparse" and values is not None and tokens is not None:
@@ -221,7 +221,7 @@ def _accept(
         sampling=Sampling(temperature, top_k, top_p, min_p, seed, all_greedy, any_truncation),
         position=position,
         max_query_len=out_tokens.shape[1],
-        q=_q(q_kind, q_values, q_tokens),
+        q=unflat_q(q_kind, q_values, q_tokens),
         logprobs=logprobs,
         out=Verdict(out_tokens, out_num_emitted, out_path, out_logprobs, out_status),
         workspace=workspace,

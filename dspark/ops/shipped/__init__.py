@@ -11,12 +11,12 @@ from typing import Any
 
 from dspark.ops.launch import recorded_launches
 from dspark.ops.registry import Budget, KernelEntry, entry_of_launch
-from dspark.ops.shipped import rows
+from dspark.ops.shipped import attention, cache, rows, schedule, tree, walk
 
 CALLS: dict[str, Callable[[], None]] = {}
 _BUDGETS: dict[str, Mapping[str, Budget]] = {}
 _CLAIMS: dict[str, Mapping[str, tuple[str, ...]]] = {}
-for _group in (rows,):
+for _group in (rows, cache, schedule, tree, attention, walk):
     CALLS |= _group.CALLS
     _BUDGETS |= _group.BUDGETS
     _CLAIMS |= _group.CLAIMS
@@ -41,7 +41,7 @@ def shipped_kernels(calls: Sequence[str] = tuple(CALLS)) -> tuple[KernelEntry, .
                 f"{call}: {function.removesuffix('_kernel')}{number}",
                 launch,
                 _BUDGETS.get(function, {}),
-                _CLAIMS.get(function) if "50257" not in call else None,
+                _CLAIMS.get(f"{call}: {function}", _CLAIMS.get(function)) if "50257" not in call else None,
             )
             compiled = (entry.kernel, entry.signature, entry.constexprs, entry.aligned, entry.num_warps)
             if compiled not in seen:
