@@ -92,7 +92,7 @@ def ablate(
     console.print(table(rows))
     written = write_results(out, rows)
     if find_spec("matplotlib") is None:
-        console.print('for a picture, too: pip install "dspark[plot]"')
+        console.print('for a picture, too: pip install "dspark[plot]"', markup=False)
     else:
         written.append(out.with_suffix(".png"))
         write_picture(written[-1], rows)

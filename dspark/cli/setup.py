@@ -22,16 +22,21 @@ from dspark.policy import (
     ConfidenceThreshold,
     CostProfile,
     FixedK,
+    Gated,
     Goodput,
     Oracle,
+    StepCost,
     VerifyPolicy,
 )
+from dspark.policy.calibration import SequentialTemperatures
+from dspark.policy.confidence import Tempered, WithConfidence
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 POLICY_HELP = (
-    "plain, fixed:K, threshold:T, scheduled, scheduled-lag2, goodput, bandit, oracle or module:Class of your own."
+    "plain, fixed:K, threshold:T, scheduled, scheduled-lag2, goodput, bandit, oracle or module:Class of your own; "
+    "NAME@FILE with the temperatures that calibrate wrote; gated:NAME, which does not draft while that does not pay."
 )
 _OF_PROFILE: dict[str, Callable[[CostProfile], VerifyPolicy]] = {
     "scheduled": ConfidenceScheduled,
@@ -128,6 +133,10 @@ def make_policy(name: str, profile: CostProfile | None, accepted: Sequence[int] 
     Raises:
         ValueError: another name, or what the policy needs is None.
     """
+    if name.startswith("gated:"):
+        return _gated(name, profile)
+    if "@" in name:
+        return _calibrated(name, profile)
     kind, _, argument = name.partition(":")
     if kind == "fixed" and argument.isdigit():
         return FixedK(int(argument))
@@ -150,7 +159,25 @@ def make_policy(name: str, profile: CostProfile | None, accepted: Sequence[int] 
 
 def needs_profile(name: str) -> bool:
     """Whether :func:`make_policy` may ask for a cost profile; a class of one's own may."""
-    return name.partition(":")[0] not in _OTHERS
+    return name.partition("@")[0].partition(":")[0] not in _OTHERS
+
+
+def _gated(name: str, profile: CostProfile | None) -> VerifyPolicy:
+    inner = name.removeprefix("gated:")
+    if inner in ("plain", "oracle") or inner.startswith("gated:"):
+        raise ValueError(f"policy {name!r}: gated:NAME takes a policy that drafts and is not gated")
+    policy = make_policy(inner, profile)
+    if policy is None or profile is None:
+        raise ValueError(f"policy {name!r}: needs a cost profile")
+    return Gated(policy, StepCost(profile))
+
+
+def _calibrated(name: str, profile: CostProfile | None) -> VerifyPolicy:
+    inner, _, path = name.partition("@")
+    policy = make_policy(inner, profile)
+    if policy is None:
+        raise ValueError(f"policy {name!r}: plain decoding has no confidences")
+    return WithConfidence(policy, Tempered(SequentialTemperatures.load(path)))
 
 
 def _threshold(name: str, argument: str) -> VerifyPolicy:

@@ -50,7 +50,7 @@ def walk_candidates_kernel(
     )
     scores = (base.to(tl.float32) * inverse_temperature(temperature))[None, :]  # [1, BLOCK_V]
     scores = tl.where(scores < INFINITY, scores, INFINITY)  # NaN too
-    if NOISE:
+    if NOISE:  # noqa: SIM102  (the other condition is a tensor)
         if temperature > 0.0:
             anchor_at = tl.zeros([1], tl.int64) + tl.load(position_ptr + request)
             seed = tl.zeros([1], tl.int64) + tl.load(seed_ptr + request)
@@ -115,8 +115,16 @@ def walk_select_kernel(
     at = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
     offs_k = tl.arange(0, TOP_K)
     count = tl.sum(chosen.to(tl.int32), axis=0)
-    tl.store(out_token_ptr + place * top_k + offs_k, tl.full([TOP_K], -1, tl.int32), mask=(offs_k >= count) & (offs_k < top_k))
-    tl.store(out_value_ptr + place * top_k + offs_k, tl.full([TOP_K], NEGATIVE_INFINITY, tl.float32), mask=(offs_k >= count) & (offs_k < top_k))
+    tl.store(
+        out_token_ptr + place * top_k + offs_k,
+        tl.full([TOP_K], -1, tl.int32),
+        mask=(offs_k >= count) & (offs_k < top_k),
+    )
+    tl.store(
+        out_value_ptr + place * top_k + offs_k,
+        tl.full([TOP_K], NEGATIVE_INFINITY, tl.float32),
+        mask=(offs_k >= count) & (offs_k < top_k),
+    )
     tl.store(out_value_ptr + place * top_k + at, value, mask=chosen)
     tl.store(out_token_ptr + place * top_k + at, token, mask=chosen)
     offs_t = tl.arange(0, TILES)
@@ -225,7 +233,7 @@ def walk_certify_kernel(
                 other=NEGATIVE_INFINITY,
             )
             second = (base.to(tl.float32) + bias) * inverse_t
-            if NOISE:
+            if NOISE:  # noqa: SIM102  (the other condition is a tensor)
                 if temperature > 0.0:
                     salt = anchor_at * 0
                     if SALTED:
@@ -252,9 +260,9 @@ def walk_certify_kernel(
                 if confidence_w1_ptr is not None:
                     offs_e = tl.arange(0, BLOCK_E)
                     mask_e = offs_e < confidence_rank
-                    x = tl.load(
-                        confidence_w1_ptr + row * stride_confidence_w1_row + offs_e, mask=mask_e, other=0.0
-                    ).to(tl.float32)
+                    x = tl.load(confidence_w1_ptr + row * stride_confidence_w1_row + offs_e, mask=mask_e, other=0.0).to(
+                        tl.float32
+                    )
                     w = tl.load(weight_ptr + hidden_size + offs_e, mask=mask_e, other=0.0).to(tl.float32)
                     confidence += tl.sum(x * w)
             proven = is_good(best) & (best - margin > outside) & (best - margin > rival)

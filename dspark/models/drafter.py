@@ -14,6 +14,7 @@ from dspark.ops.checks import check_shape
 from dspark.ops.tree import draft_tree
 from dspark.ops.types import Draft, QueryBatch, Rule, Sampling, Stream, TreeDraft
 from dspark.ops.walk import draft_walk
+from dspark.ops.walk_inputs import WalkTables
 
 SlotConvention = Literal["anchor-first"]
 
@@ -80,6 +81,9 @@ class DSparkDrafter:
             predicts the token after that position. Other formats put the masks *at* the predicted positions (1 + N
             slots); nothing in the tensors tells them apart, and the wrong reading only drafts badly.
 
+    Attributes:
+        tables: of the walk, for weights that no longer change: ``build_walk_tables(*heads of the network)``, or None.
+
     Raises:
         ValueError: another slot convention.
     """
@@ -89,6 +93,7 @@ class DSparkDrafter:
             raise ValueError(f"unsupported slot convention {slots!r}; supported: 'anchor-first'")
         self.network = network
         self.config = network.config
+        self.tables: WalkTables | None = None
         self._masks = torch.full((1, self.block_size - 1), self.config.mask_token_id, device=self.device)
 
     @property

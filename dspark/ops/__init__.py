@@ -6,7 +6,7 @@ from dspark.ops.cache import append_kv, commit_kv, copy_pages, rope_append_kv
 from dspark.ops.process import count_tokens, process_logits
 from dspark.ops.sample import sample, sample_workspace, truncate
 from dspark.ops.schedule import schedule_prefix, schedule_workspace
-from dspark.ops.tree import draft_tree
+from dspark.ops.tree import draft_tree, draft_tree_workspace
 from dspark.ops.types import (
     Backend,
     ConfidenceHead,
@@ -31,14 +31,20 @@ from dspark.ops.types import (
     TreeDraft,
     Verdict,
 )
-from dspark.ops.walk import draft_walk
+from dspark.ops.walk import draft_walk, draft_walk_workspace
+from dspark.ops.walk_certified import CertifiedDraft, draft_walk_certified
+from dspark.ops.walk_inputs import DraftVocabulary, WalkTables, build_walk_tables
+from dspark.ops.walk_table import BiasTable, build_bias_table, cached_bias_table
 
 __all__ = [
     "Backend",
+    "BiasTable",
+    "CertifiedDraft",
     "ConfidenceHead",
     "DenseQ",
     "Draft",
     "DraftDistribution",
+    "DraftVocabulary",
     "GatedHead",
     "Logprobs",
     "MarkovHead",
@@ -56,15 +62,22 @@ __all__ = [
     "Tree",
     "TreeDraft",
     "Verdict",
+    "WalkTables",
     "accept",
     "accept_workspace",
     "append_kv",
     "attention_workspace",
+    "build_bias_table",
+    "build_walk_tables",
+    "cached_bias_table",
     "commit_kv",
     "copy_pages",
     "count_tokens",
     "draft_tree",
+    "draft_tree_workspace",
     "draft_walk",
+    "draft_walk_certified",
+    "draft_walk_workspace",
     "process_logits",
     "rope_append_kv",
     "sample",

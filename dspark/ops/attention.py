@@ -184,7 +184,7 @@ def attention_workspace(
         split, num_sms, chunk: as in :func:`verify_attention`.
 
     >>> attention_workspace(1, 8, 8192, num_heads=32, kv_heads=8, head_dim=128, max_query_len=8)
-    1730560
+    1464320
     """
     sizes = Sizes(
         num_requests, num_rows, num_heads, kv_heads, head_dim, max_query_len, page_size, max_context, dtype.itemsize
@@ -255,9 +255,7 @@ def _check_options(
     if split not in get_args(Split):
         raise ValueError(f"split: expected one of {', '.join(map(repr, get_args(Split)))}, got {split!r}")
     if (split == "occupancy") != (num_sms is not None) or (num_sms is not None and num_sms < 1):
-        raise ValueError(
-            f"num_sms: expected a positive number for split 'occupancy' and None for others, got {num_sms}"
-        )
+        raise ValueError(f"num_sms: expected a positive number for split 'occupancy', None for others, got {num_sms}")
     if chunk is not None and (split != "fixed" or chunk < 1 or chunk % _CHUNK_STEP):
         raise ValueError(f"chunk: expected a multiple of {_CHUNK_STEP}, for split 'fixed' only, got {chunk}")
     if out is not None:

@@ -81,7 +81,7 @@ def attention_config(
     if max_query_len > MAX_SPLIT_ROWS:
         chunk = 0
     # A tile that is gathered from several pages is two loads deep, and takes two stages for one of its own.
-    num_stages = 3 if page_size % BLOCK_KEYS == 0 else 5
+    num_stages = 5 if page_size % BLOCK_KEYS and block_lines <= 32 else 3
     if block_dim * itemsize > 256:
         num_stages = 3 if block_lines * itemsize <= 64 else 2
     small = block_lines <= 32 and block_lines * block_dim * itemsize <= 8192

@@ -59,7 +59,8 @@ def workspace_bytes(sizes: Sizes, config: AttentionConfig) -> int:
 
 @cache
 def _kernels() -> tuple[Any, Any]:
-    from dspark.kernels.attention import attention_kernel, merge_kernel
+    from dspark.kernels.attention import attention_kernel
+    from dspark.kernels.attention_merge import merge_kernel
 
     return attention_kernel, merge_kernel
 

@@ -19,6 +19,7 @@ TRITON_OPS: frozenset[str] = frozenset(
         "append_kv",
         "commit_kv",
         "copy_pages",
+        "draft_tree",
         "draft_walk",
         "draft_walk_certified",
         "process_logits",

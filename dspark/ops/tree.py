@@ -7,7 +7,9 @@ from torch import Tensor
 
 from dspark.ops.backend import resolve
 from dspark.ops.checks import check_dtype, check_shape
+from dspark.ops.library import tree as library
 from dspark.ops.tree_checks import RULES_OF_TREES
+from dspark.ops.tree_inputs import TreeInputs, check_tree_out, copy_tree_draft, empty_tree_draft, unsupported
 from dspark.ops.tree_reference import draft_tree_reference
 from dspark.ops.types import Backend, Rule, Sampling, SequentialHead, Stream, TreeDraft
 from dspark.ops.walk_checks import check_walk
@@ -33,6 +35,8 @@ def draft_tree(
     budget: Tensor | None = None,
     beam: int | None = None,
     acceptance: Tensor | None = None,
+    out: TreeDraft | None = None,
+    workspace: Tensor | None = None,
     backend: Backend = "auto",
 ) -> TreeDraft:
     """Draft trees of ``G`` levels: a node of depth ``d`` is a guess for the ``d``-th token after the anchor.
@@ -70,27 +74,97 @@ def draft_tree(
         acceptance: ``[G, K]`` or ``[R, G, K]`` float32 in [0, 1], rule ``"recursive"`` alone: the chance that the child
             of rank ``k`` of a node of depth ``d`` is the one accepted (Sequoia, arXiv 2402.12374, section 3.1), made
             non-increasing in ``k``. It must not depend on tokens of this draft. None is ``0.7 * 0.3 ** k``.
-        backend: ``"auto"``, ``"triton"`` or ``"reference"``.
+        out: trees whose tensors the result is written into, ``logits`` under ``"recursive"`` alone.
+        workspace: ``[bytes]`` uint8, scratch memory of the kernels, :func:`draft_tree_workspace` bytes or more; None
+            takes some from the allocator. The reference needs none.
+        backend: ``"auto"``, ``"triton"`` or ``"reference"``. The kernels serve ``head=None`` and ``MarkovHead`` without
+            truncation. For other heads, and with ``sampling.any_truncation`` unless all requests are greedy, ``"auto"``
+            takes the reference on every device, and ``"triton"`` is refused.
 
     Returns:
-        The trees, nodes in order of what they are worth (so the first ``n`` are a tree too), and under ``"recursive"``
+        The trees (``out`` if that was given), nodes in order of what they are worth (so the first ``n`` are a tree too), and under ``"recursive"``
         the scores that children were sampled from. A node whose scores are bad (NaN, +inf or all -inf) has no children,
         and none has more than its scores have finite entries; under ``"recursive"`` such places stay empty.
 
     Raises:
         ValueError: a shape differs, ``hidden`` is missing, a size is out of range, an option is useless, or the backend
-            is unknown or missing.
+            is unknown or missing, or the kernels do not serve the call.
         TypeError: a dtype differs.
 
-    Computed in float32. Graph-safe; a request's tree depends on its own inputs only.
+    Computed in float32; the kernels differ from the reference in the order of sums alone. Graph-safe; a request's tree
+    depends on its own inputs only. Launches of the kernels: ``3 G + 1``, and one more under ``"recursive"``.
     """
     check_walk(base_logits, anchor, head, hidden, None, sampling, position, Stream.TARGET)
     _check(base_logits, rule, num_nodes, branching, budget, beam, acceptance)
-    resolve("draft_tree", backend, base_logits)
-    beam = max(num_nodes - 1, 1) if beam is None else beam
-    return draft_tree_reference(
-        base_logits, anchor, head, hidden, sampling, position, rule, num_nodes, branching, budget, beam, acceptance
+    if out is not None:
+        check_tree_out(out, base_logits, rule, num_nodes)
+    if workspace is not None:
+        check_shape("workspace", workspace, "bytes", {})
+        check_dtype("workspace", workspace, (torch.uint8,))
+    left_out = unsupported(head, sampling)
+    if left_out is not None and backend == "triton":
+        raise ValueError(f"backend: the kernels of draft_tree do not serve {left_out}; use 'auto' or 'reference'")
+    taken = resolve("draft_tree", "reference" if left_out is not None and backend == "auto" else backend, base_logits)
+    inputs = TreeInputs(
+        base_logits,
+        anchor,
+        head,
+        hidden,
+        sampling,
+        position,
+        rule,
+        num_nodes,
+        branching,
+        budget,
+        _width(num_nodes, beam),
+        acceptance,
     )
+    if torch.compiler.is_compiling():
+        draft = empty_tree_draft(base_logits, anchor, rule, num_nodes) if out is None else out
+        library.draft_tree_op(inputs, draft, workspace, taken)
+        return draft
+    if taken == "triton":
+        from dspark.ops.tree_triton import draft_tree_triton
+
+        draft = empty_tree_draft(base_logits, anchor, rule, num_nodes) if out is None else out
+        draft_tree_triton(inputs, draft, workspace)
+        return draft
+    draft = draft_tree_reference(
+        base_logits,
+        anchor,
+        head,
+        hidden,
+        sampling,
+        position,
+        rule,
+        num_nodes,
+        branching,
+        budget,
+        inputs.beam,
+        acceptance,
+    )
+    return draft if out is None else copy_tree_draft(draft, out)
+
+
+def draft_tree_workspace(
+    base_logits: Tensor,
+    *,
+    head: SequentialHead | None,
+    rule: Rule,
+    num_nodes: int,
+    branching: int,
+    beam: int | None = None,
+) -> int:
+    """Bytes of ``workspace`` that the kernels of :func:`draft_tree` take for such arguments."""
+    from dspark.ops.tree_plan import workspace_bytes
+
+    return workspace_bytes(base_logits, head, rule, num_nodes, branching, _width(num_nodes, beam))
+
+
+def _width(num_nodes: int, beam: int | None) -> int:
+    """Most nodes of a level that get children: no more than may be in the tree below the anchor."""
+    most = max(num_nodes - 1, 1)
+    return most if beam is None else min(beam, most)
 
 
 def _check(

@@ -17,6 +17,11 @@ GREEDY_STEP = 64.0
 """Between the scores of a greedy node's children: q of the first is 1, and of the next 1 without that one."""
 
 
+LOG_UNITS = 65536.0
+"""The logarithm of a chance is a multiple of ``1 / LOG_UNITS``, so that sums along paths are exact: places whose chances
+have one product tie, in whatever order their factors come."""
+
+
 @dataclass(frozen=True)
 class Level:
     """Candidates of one depth, ``[R, C]`` each, by parent and then by rank.
@@ -55,8 +60,9 @@ def draft_tree_reference(
         head = replace(head, w2=head.w2.float())  # once, not at every depth
     log_acceptance = None
     if rule == "recursive":
-        log_acceptance = acceptance_table(acceptance, base_logits, branching).log()  # [R or 1, G, K]
+        log_acceptance = log_chance(acceptance_table(acceptance, base_logits, branching))  # [R or 1, G, K]
 
+    anchor = torch.where(anchor < base_logits.shape[2], anchor, -1)
     origin = torch.zeros_like(anchor).unsqueeze(1)  # [R, 1]
     levels = [Level(anchor.unsqueeze(1), origin.float(), origin - 1)]
     expanded, index, state = levels[0], origin, None  # the nodes that get children, and where they are
@@ -98,6 +104,11 @@ def acceptance_table(acceptance: Tensor | None, base_logits: Tensor, branching: 
         rank = torch.arange(branching, device=base_logits.device)
         return (0.7 * 0.3**rank).float().expand(1, base_logits.shape[1], branching)
     return acceptance.view(-1, *acceptance.shape[-2:]).clamp(0, 1).cummin(-1).values
+
+
+def log_chance(chance: Tensor) -> Tensor:
+    """Logarithms of chances in [0, 1], in whole units of ``1 / LOG_UNITS``."""
+    return (chance.log() * LOG_UNITS + 0.5).floor() / LOG_UNITS
 
 
 def successive_maxima(values: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -69,8 +69,8 @@ class QueryBatch:
         block_table: ``[R, B]`` int64, page of each ``S`` tokens; -1 where there is none.
         positions: ``[T]`` int64, absolute position of each row (for a chain: ``context_len + i``).
         slots: ``[T]`` int64, where each row's keys and values go; -1 writes nothing.
-        ancestors: ``[T]`` or ``[T, W]`` int64, bit ``j % 64`` of word ``j // 64`` set when the row sees row ``j`` of its
-            own request (itself included), ``[T]`` for up to 64 rows; None for a causal chain of any length.
+        ancestors: ``[T]`` or ``[T, W]`` int64, bit ``j % 64`` of word ``j // 64`` set when the row sees row ``j`` of
+            its own request (itself included), ``[T]`` for up to 64 rows; None for a causal chain of any length.
         max_query_len: the most rows that any request has (known on the host).
     """
 

@@ -154,7 +154,7 @@ def draft_walk_workspace(
     tables: WalkTables | None = None,
 ) -> int:
     """Bytes of ``workspace`` that :func:`draft_walk` takes for such arguments."""
-    from dspark.ops.walk_triton import workspace_bytes
+    from dspark.ops.walk_plan import workspace_bytes
 
     outputs = WalkOutputs(False, torch.float32, return_margin, return_lse)
     return workspace_bytes(base_logits, head, sampling, outputs, tables)

@@ -21,9 +21,7 @@ def slack_of(rank: int) -> float:
     return (2 * rank + 32) * 2.0**-22
 
 
-def walk_certified_reference(
-    inputs: WalkInputs, table: BiasTable, top_k: int, fallback: bool
-) -> tuple[Draft, Tensor]:
+def walk_certified_reference(inputs: WalkInputs, table: BiasTable, top_k: int, fallback: bool) -> tuple[Draft, Tensor]:
     """The draft, and leading certified slots ``[R]``; arguments, checked before, and result as in the op.
 
     Graph-safe.

@@ -13,8 +13,9 @@ from dspark.ops.launch import check_contiguous, check_devices, contiguous, launc
 from dspark.ops.types import Draft, MarkovHead, Sampling, Stream
 from dspark.ops.walk_certified_reference import slack_of
 from dspark.ops.walk_inputs import WalkInputs, WalkOutputs
+from dspark.ops.walk_plan import WalkConfig, plan_of
 from dspark.ops.walk_table import BiasTable
-from dspark.ops.walk_triton import Walk, WalkConfig, check_layouts, plan_of
+from dspark.ops.walk_triton import Walk, check_layouts
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ def _kernels() -> tuple[Any, Any, Any]:
 
 def _sizes(rows: int, tiles: int, top_k: int, config: CandidateConfig) -> list[int]:
     """Elements of scratch memory: candidates and bounds of tiles, those of slots, and of confidences."""
-    candidates = padded(rows * tiles * config.per_tile)
-    return [candidates, candidates, padded(rows * tiles), padded(rows * top_k), padded(rows * top_k), padded(rows), padded(rows)]
+    candidates, kept = padded(rows * tiles * config.per_tile), padded(rows * top_k)
+    return [candidates, candidates, padded(rows * tiles), kept, kept, padded(rows), padded(rows)]
 
 
 def _tiles(vocab_size: int, config: CandidateConfig) -> int:

@@ -7,9 +7,8 @@ together. Truncation needs complete rows and takes three more: statistics, the s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
-from typing import Any, Literal
+from functools import cache, cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,162 +25,10 @@ from dspark.ops.launch import (
     scratch,
 )
 from dspark.ops.sample_triton import truncate_triton
-from dspark.ops.sample_triton import workspace_bytes as truncate_workspace
 from dspark.ops.statistics_triton import Rows
-from dspark.ops.types import Draft, GatedHead, RNNHead, Sampling, SequentialHead, Stream
-from dspark.ops.walk_inputs import WalkInputs, WalkOutputs, WalkTables, head_rank, hidden_columns, token_columns
-
-STATS_PLANES = 5
-"""Planes of ``dspark.kernels.walk``."""
-PROGRAMS = 264
-"""Two for each multiprocessor of an H100 or H200. Each takes tiles in turn, and reads the previous tokens once."""
-
-Kind = Literal["none", "markov", "gated", "given"]
-
-
-@dataclass(frozen=True)
-class WalkConfig:
-    """How a step is cut.
-
-    Attributes:
-        block_rows: requests that share one read of W2; matrix units want 16.
-        block_vocab: tokens per tile.
-        block_rank: of the rank, held at a time.
-        hold: whether a program holds a tile of W2 in full, for all blocks of requests.
-        num_warps, num_stages: of the step.
-        block_units: units of the state per program, where it has a launch of its own.
-        block_state: of the rank, per turn of that launch's loop.
-        block_hidden: of the hidden size, per turn of the projection's loop.
-    """
-
-    block_rows: int = 16
-    block_vocab: int = 128
-    block_rank: int = 64
-    hold: bool = False
-    num_warps: int = 8
-    num_stages: int = 3
-    block_units: int = 16
-    block_state: int = 32
-    block_hidden: int = 128
-
-
-def walk_config(vocab_size: int, rank: int, dot: str) -> WalkConfig:
-    """The configuration that is launched for a vocabulary, a rank (0 without a head) and a kind of product.
-
-    Half-precision weights up to rank 256 are held: a tile of them is as large as the local memory of a compute unit of
-    gfx942, and two fit on an H100's. A split product needs too many registers beside them.
-
-    >>> config = walk_config(151_936, 256, "half")
-    >>> config.hold, config.block_vocab, config.block_rank
-    (True, 128, 256)
-    >>> config = walk_config(151_936, 256, "split")
-    >>> config.hold, config.block_vocab, config.block_rank
-    (False, 128, 64)
-    """
-    block_vocab = max(16, min(128, power_of_two(vocab_size)))
-    if rank == 0:
-        return WalkConfig(block_vocab=block_vocab, num_warps=4)
-    rank = max(16, power_of_two(rank))
-    if dot == "half" and rank <= 256:
-        return WalkConfig(block_vocab=block_vocab, block_rank=rank, hold=True, num_stages=1)
-    return WalkConfig(block_vocab=block_vocab, block_rank=min(rank, 32 if dot == "float32" else 64))
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What follows from the sizes of a call alone, kept from call to call."""
-
-    requests: int
-    draft_len: int
-    vocab_size: int
-    rank: int
-    kind: Kind
-    recurrent: bool
-    truncated: bool
-    planes: bool
-    config: WalkConfig
-
-    @cached_property
-    def num_tiles(self) -> int:
-        return -(-self.vocab_size // self.config.block_vocab)
-
-    @cached_property
-    def stride_plane(self) -> int:
-        return padded(self.requests * self.draft_len * self.num_tiles)
-
-    @cached_property
-    def gates(self) -> int:
-        return 3 if self.recurrent else 1
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Elements of scratch memory: keys, projection, input of W2, two states, statistics, and of truncation."""
-        rows, rank = self.requests * self.draft_len, self.rank
-        projected = self.kind == "gated" or self.kind == "given"
-        return [
-            padded(2 * rows),
-            padded(rows * self.gates * rank) if projected else 0,
-            padded(self.requests * rank) if self.kind == "given" else 0,
-            padded(2 * self.requests * rank) if self.recurrent else 0,
-            STATS_PLANES * self.stride_plane if self.planes else 0,
-            padded(self.requests * padded(self.vocab_size)) if self.truncated else 0,
-            padded(self.requests) if self.truncated else 0,
-            truncate_workspace(self.requests, self.vocab_size) // 4 if self.truncated else 0,
-        ]
-
-    @cached_property
-    def row_blocks(self) -> int:
-        return -(-self.requests // self.config.block_rows)
-
-    @cached_property
-    def grid(self) -> tuple[int, int]:
-        """Programs of a step. Without W2 there is nothing to share, and each block of rows gets its own."""
-        return min(self.num_tiles, PROGRAMS), 1 if self.kind != "none" else self.row_blocks
-
-    @cached_property
-    def one_block(self) -> bool:
-        return self.row_blocks <= 1
-
-
-_kept_plan = lru_cache(maxsize=256)(_Plan)
-
-
-def plan_of(
-    base: Tensor,
-    head: SequentialHead | None,
-    sampling: Sampling,
-    outputs: WalkOutputs,
-    tables: WalkTables | None,
-    config: WalkConfig | None,
-) -> _Plan:
-    """The plan of a call."""
-    requests, draft_len, vocab_size = base.shape
-    rank = head_rank(head)
-    kind: Kind = "none" if head is None else "markov"
-    if isinstance(head, RNNHead):
-        kind = "given"
-    elif isinstance(head, GatedHead):
-        kind = "given" if tables is None or tables.gate is None else "gated"
-    if config is None:
-        config = _config_of(vocab_size, rank, "float32" if head is None else _dot_of_w2(head, kind))
-    truncated = sampling.any_truncation and not sampling.all_greedy
-    planes = outputs.margin or outputs.lse
-    return _kept_plan(requests, draft_len, vocab_size, rank, kind, isinstance(head, RNNHead), truncated, planes, config)
-
-
-_config_of = lru_cache(maxsize=256)(walk_config)
-
-
-def workspace_bytes(
-    base: Tensor,
-    head: SequentialHead | None,
-    sampling: Sampling,
-    outputs: WalkOutputs,
-    tables: WalkTables | None = None,
-    config: WalkConfig | None = None,
-) -> int:
-    """Bytes of scratch memory that such a call takes."""
-    return 4 * sum(plan_of(base, head, sampling, outputs, tables, config).sizes)
+from dspark.ops.types import Draft, GatedHead, RNNHead, Stream
+from dspark.ops.walk_inputs import WalkInputs, WalkOutputs, WalkTables, hidden_columns, token_columns
+from dspark.ops.walk_plan import WalkConfig, WalkPlan, dot_of, dot_of_w2, plan_of
 
 
 @cache
@@ -224,7 +71,7 @@ class Walk:
         inputs: WalkInputs,
         outputs: WalkOutputs,
         out: Draft,
-        plan: _Plan,
+        plan: WalkPlan,
         regions: tuple[Tensor, ...],
         resume: Tensor | None = None,
     ) -> None:
@@ -314,15 +161,31 @@ class Walk:
 
     def step(self, slot: int) -> None:
         """Draw one slot of all requests."""
-        _, _, walk_step_kernel, walk_draw_kernel, _ = _kernels()
-        inputs, plan = self.inputs, self.plan
+        _, walk_state_kernel, walk_step_kernel, walk_draw_kernel, _ = _kernels()
+        plan, config = self.plan, self.plan.config
         if plan.kind == "given":
-            self._state(slot)
-        base, head = inputs.base_logits, inputs.head
-        gated = plan.kind == "gated" and inputs.tables is not None
-        scores = self._raw_scores if plan.truncated else self.scores
-        arguments = self.previous | self.sizes | self.drawn | scores
-        arguments |= {
+            grid = plan.row_blocks, -(-plan.rank // config.block_units)
+            launch(walk_state_kernel, grid, self._state | self._states_of(slot) | {"slot": slot})
+        launch(walk_step_kernel, plan.grid, self._step | {"slot": slot})
+        if plan.truncated:
+            rows = Rows(self._raw, self.sampling, None)
+            truncate_triton(rows, self.threshold[: plan.requests], self.cut.view(torch.uint8))
+            launch(walk_draw_kernel, (plan.num_tiles, plan.row_blocks), self._draw | {"slot": slot})
+
+    @cached_property
+    def _step(self) -> dict[str, Any]:
+        """Arguments of ``walk_step_kernel`` that do not change from slot to slot."""
+        inputs, plan = self.inputs, self.plan
+        base, head, tables = inputs.base_logits, inputs.head, inputs.tables
+        gated = plan.kind == "gated" and tables is not None
+        scores = self.scores
+        if plan.truncated:
+            scores = {"scores_ptr": self.raw, "stride_scores_request": padded(plan.vocab_size), "stride_scores_slot": 0}
+        return {
+            **self.previous,
+            **self.sizes,
+            **self.drawn,
+            **scores,
             "base_ptr": base,
             "stride_base_request": base.stride(0),
             "stride_base_slot": base.stride(1),
@@ -331,13 +194,12 @@ class Walk:
             "w2_ptr": None if head is None else head.w2,
             "stride_w2_row": 0 if head is None else head.w2.stride(0),
             "gate_ptr": self.projected if gated else None,
-            "gate_table_ptr": inputs.tables.gate if gated and inputs.tables is not None else None,
+            "gate_table_ptr": tables.gate if tables is not None and gated else None,
             "input_ptr": self.head_input if plan.kind == "given" else None,
             "resume_ptr": self.resume,
-            "slot": slot,
             "rank": plan.rank,
             "INPUT": plan.kind,
-            "DOT": "float32" if head is None else _dot_of_w2(head, plan.kind),
+            "DOT": "float32" if head is None else dot_of_w2(head, plan.kind),
             "RAW": plan.truncated,
             "UPCAST": self.upcast,
             "ONE_BLOCK": plan.one_block,
@@ -346,23 +208,61 @@ class Walk:
             "num_warps": plan.config.num_warps,
             "num_stages": plan.config.num_stages,
         }
-        launch(walk_step_kernel, plan.grid, arguments)
-        if not plan.truncated:
-            return
-        raw = self.raw.as_strided((plan.requests, plan.vocab_size), (padded(plan.vocab_size), 1))
-        cut = self.cut.view(torch.uint8)
-        truncate_triton(Rows(raw, self.sampling, None), self.threshold[: plan.requests], cut)
-        arguments = self.sizes | self.drawn | self.scores
-        arguments |= {
-            "logits_ptr": raw,
-            "stride_logits_row": raw.stride(0),
+
+    @cached_property
+    def _raw(self) -> Tensor:
+        """Logits of the slot, before they are truncated."""
+        return self.raw.as_strided((self.plan.requests, self.plan.vocab_size), (padded(self.plan.vocab_size), 1))
+
+    @cached_property
+    def _draw(self) -> dict[str, Any]:
+        """Arguments of ``walk_draw_kernel`` that do not change from slot to slot."""
+        return {
+            **self.sizes,
+            **self.drawn,
+            **self.scores,
+            "logits_ptr": self._raw,
+            "stride_logits_row": self._raw.stride(0),
             "threshold_ptr": self.threshold,
             "to_target_ptr": self.previous["to_target_ptr"],
             "key_ptr": self.keys,
-            "slot": slot,
             "num_warps": 4,
         }
-        launch(walk_draw_kernel, (plan.num_tiles, plan.row_blocks), arguments)
+
+    @cached_property
+    def _state(self) -> dict[str, Any]:
+        """Arguments of ``walk_state_kernel`` that do not change from slot to slot."""
+        head, plan, config = self.inputs.head, self.plan, self.plan.config
+        assert isinstance(head, GatedHead | RNNHead)
+        weight = token_columns(head) if isinstance(head, GatedHead) else head.joint_weight
+        return {
+            **self.previous,
+            "projected_ptr": self.projected,
+            "table_ptr": None if self.inputs.tables is None else self.inputs.tables.gate,
+            "weight_ptr": weight,
+            "stride_weight_row": weight.stride(0),
+            "w1_ptr": head.w1,
+            "stride_w1_row": head.w1.stride(0),
+            "out_input_ptr": self.head_input,
+            "num_requests": plan.requests,
+            "draft_len": plan.draft_len,
+            "rank": plan.rank,
+            "RECURRENT": plan.recurrent,
+            "DOT_TOKEN": dot_of(weight.dtype, head.w1.dtype),
+            "DOT_STATE": dot_of(weight.dtype, torch.float32),
+            "UPCAST": self.upcast,
+            "BLOCK_R": config.block_rows,
+            "BLOCK_N": config.block_units,
+            "BLOCK_K": config.block_state,
+            "num_warps": 4,
+        }
+
+    def _states_of(self, slot: int) -> dict[str, Any]:
+        """The state before a slot and the one after it, in turn."""
+        if not self.plan.recurrent:
+            return {"state_ptr": None, "out_state_ptr": None}
+        states = self.states.view(2, -1)
+        return {"state_ptr": states[slot % 2], "out_state_ptr": states[1 - slot % 2]}
 
     def finish(self) -> None:
         """Tokens, confidences, margins and log-sum-exps."""
@@ -403,60 +303,6 @@ class Walk:
             "num_warps": 4,
         }
         launch(walk_finish_kernel, (plan.requests * plan.draft_len,), arguments)
-
-    @property
-    def _raw_scores(self) -> dict[str, Any]:
-        """Where a step writes the logits that are truncated next."""
-        return {"scores_ptr": self.raw, "stride_scores_request": padded(self.plan.vocab_size), "stride_scores_slot": 0}
-
-    def _state(self, slot: int) -> None:
-        """A gated or recurrent head up to the product with W2."""
-        _, walk_state_kernel, *_ = _kernels()
-        head, plan, config = self.inputs.head, self.plan, self.plan.config
-        if not isinstance(head, GatedHead | RNNHead):
-            return
-        table = None if self.inputs.tables is None else self.inputs.tables.gate
-        weight = token_columns(head) if isinstance(head, GatedHead) else head.joint_weight
-        before = after = None
-        if plan.recurrent:
-            states = self.states.view(2, -1)
-            before, after = states[slot % 2], states[1 - slot % 2]
-        arguments = self.previous | {
-            "projected_ptr": self.projected,
-            "table_ptr": table,
-            "weight_ptr": weight,
-            "stride_weight_row": weight.stride(0),
-            "w1_ptr": head.w1,
-            "stride_w1_row": head.w1.stride(0),
-            "state_ptr": before,
-            "out_state_ptr": after,
-            "out_input_ptr": self.head_input,
-            "slot": slot,
-            "num_requests": plan.requests,
-            "draft_len": plan.draft_len,
-            "rank": plan.rank,
-            "RECURRENT": plan.recurrent,
-            "DOT_TOKEN": dot_of(weight.dtype, head.w1.dtype),
-            "DOT_STATE": dot_of(weight.dtype, torch.float32),
-            "UPCAST": self.upcast,
-            "BLOCK_R": config.block_rows,
-            "BLOCK_N": config.block_units,
-            "BLOCK_K": config.block_state,
-            "num_warps": 4,
-        }
-        launch(walk_state_kernel, (plan.row_blocks, -(-plan.rank // config.block_units)), arguments)
-
-
-def _dot_of_w2(head: SequentialHead, kind: Kind) -> str:
-    """A Markov head's rows are W1's own numbers; those of the others are float32."""
-    return dot_of(head.w2.dtype, head.w1.dtype if kind == "markov" else torch.float32)
-
-
-def dot_of(weight: torch.dtype, rows: torch.dtype) -> str:
-    """How ``dot_rows`` of the kernels multiplies such numbers without rounding them first."""
-    if weight is rows and weight is not torch.float32:
-        return "half"
-    return "split" if weight is torch.bfloat16 and rows is torch.float32 else "float32"
 
 
 def check_layouts(inputs: WalkInputs, out: Draft) -> None:

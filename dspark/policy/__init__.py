@@ -1,10 +1,13 @@
 """Policies: how many drafts each request verifies, and what they need to know."""
 
 from dspark.policy.bandit import Bandit
+from dspark.policy.calibration import SequentialTemperatures, fit_sts
+from dspark.policy.confidence import ConfidenceProvider, ConstantConfidence, Tempered, TrainedHead, WithConfidence
 from dspark.policy.cost import CostProfile
 from dspark.policy.fixed import FixedK
 from dspark.policy.gated import DraftGate, Gated, NoSpeculation
 from dspark.policy.goodput import Goodput
+from dspark.policy.learned import MarginLogistic, OnlineTempered, RunningMean
 from dspark.policy.oracle import DistributionOracle, Oracle
 from dspark.policy.protocol import Outcome, Signals, VerifyPolicy
 from dspark.policy.roofline import H200, RTX_4090, Hardware, ModelSize, roofline_profile
@@ -17,8 +20,10 @@ __all__ = [
     "H200",
     "RTX_4090",
     "Bandit",
+    "ConfidenceProvider",
     "ConfidenceScheduled",
     "ConfidenceThreshold",
+    "ConstantConfidence",
     "CostProfile",
     "DistributionOracle",
     "DraftGate",
@@ -26,13 +31,21 @@ __all__ = [
     "Gated",
     "Goodput",
     "Hardware",
+    "MarginLogistic",
     "ModelSize",
     "NoSpeculation",
+    "OnlineTempered",
     "Oracle",
     "Outcome",
+    "RunningMean",
+    "SequentialTemperatures",
     "Signals",
     "StepCost",
+    "Tempered",
     "TrackedProfile",
+    "TrainedHead",
     "VerifyPolicy",
+    "WithConfidence",
+    "fit_sts",
     "roofline_profile",
 ]

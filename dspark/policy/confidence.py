@@ -12,6 +12,7 @@ from torch import Tensor
 from dspark.policy.bandit import Bandit
 from dspark.policy.calibration import SequentialTemperatures
 from dspark.policy.fixed import FixedK
+from dspark.policy.gated import DraftGate
 from dspark.policy.goodput import Goodput
 from dspark.policy.oracle import DistributionOracle, Oracle
 from dspark.policy.protocol import Outcome, Signals, VerifyPolicy
@@ -43,8 +44,8 @@ class WithConfidence:
         provider: where they come from.
 
     Raises:
-        ValueError: ``policy`` is one that looks at none, on which the provider would have no effect; or (when planning)
-            the provider gives another shape.
+        ValueError: ``policy`` is one that looks at none, on which the provider would have no effect, or a gate, which
+            belongs outside (``Gated(WithConfidence(...), cost)``); or (when planning) the provider gives another shape.
 
     >>> from dspark.policy import ConfidenceThreshold
     >>> policy = WithConfidence(ConfidenceThreshold(0.5), ConstantConfidence((0.9, 0.8, 0.4)))
@@ -55,6 +56,8 @@ class WithConfidence:
     def __init__(self, policy: VerifyPolicy, provider: ConfidenceProvider) -> None:
         if type(policy) in _BLIND:
             raise ValueError(f"policy: expected one that looks at confidences, got {policy}")
+        if isinstance(policy, DraftGate):
+            raise ValueError(f"policy: expected one without a gate, got {policy}; gate what this makes instead")
         self.policy, self.provider = policy, provider
 
     def __repr__(self) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from dspark.cli.setup import check_policy, make_policy, needs_profile
 from dspark.policy import CostProfile, FixedK, Outcome, Signals
+from dspark.policy.calibration import SequentialTemperatures
 
 PROFILE = CostProfile((1, 2), (1.0, 1.5))
 
@@ -43,11 +46,30 @@ NUMBER = 3
         ("goodput", "Goodput(decay=0.98)"),
         ("bandit", "Bandit(width=0.3)"),
         ("plain", "None"),
+        ("gated:scheduled", "Gated(ConfidenceScheduled(lag=0))"),
     ],
 )
 def test_names(name: str, words: str) -> None:
     assert repr(make_policy(name, PROFILE)) == words
     check_policy(name, 3)
+
+
+def test_calibrated_by_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "temperatures.json"
+    SequentialTemperatures((2.0, 2.0, 1.0)).save(path)
+    policy = make_policy(f"threshold:0.6@{path}", None)
+    assert not needs_profile(f"threshold:0.6@{path}")
+    assert needs_profile(f"scheduled@{path}")
+    signals = Signals((0,), torch.tensor([3]), 3, torch.tensor([[0.9, 0.9, 0.6]]))
+    assert policy is not None
+    assert policy.plan(signals).tolist() == [1]
+    for name, message in (
+        (f"plain@{path}", "plain decoding has no confidences"),
+        (f"fixed:2@{path}", "expected one that looks at confidences"),
+        ("gated:plain", "gated:NAME takes a policy that drafts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_policy(name, PROFILE)
 
 
 def test_a_class_of_ones_own() -> None:

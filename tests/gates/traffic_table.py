@@ -13,12 +13,12 @@ from pathlib import Path
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated, so before dspark.kernels is
 
-from tests.gates.traffic import accept, attention, cache, process, sample, schedule, tree
+from tests.gates.traffic import accept, attention, cache, process, sample, schedule, tree, walk
 from tests.gates.traffic.case import Case, Row, measure
 
 JSON = Path(__file__).parent.parent.parent / "runs" / "traffic.json"
 
-GROUPS = (accept, sample, process, cache, schedule, tree, attention)
+GROUPS = (accept, sample, process, cache, schedule, tree, attention, walk)
 CASES: list[Case] = [case for group in GROUPS for case in group.cases()]
 """Small calls of every kind."""
 

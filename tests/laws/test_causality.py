@@ -28,6 +28,7 @@ from dspark.policy import (
     VerifyPolicy,
 )
 from dspark.testing import Turn, assert_non_anticipating, find_anticipation, random_history
+from dspark.testing.strategies import histories
 from tests.laws.toys import CURVES
 
 SHIPPED: dict[str, Callable[[], VerifyPolicy]] = {
@@ -59,27 +60,6 @@ ADJUSTED: dict[str, Callable[[], VerifyPolicy]] = {
     "tracked": lambda: ConfidenceScheduled(TrackedProfile(CURVES["bend"])),
 }
 """Other policies, and the scheduler with all that a caller may set."""
-
-EDGES = st.sampled_from([0.0, 0.25, 0.5, 0.8, 0.9, 1.0])
-CONFIDENCE = EDGES | st.floats(0, 1, width=32)
-
-
-@st.composite
-def histories(draw: st.DrawFn) -> list[Turn]:
-    """One to four rounds of one to three requests, up to four drafts each."""
-    requests, draft_len = draw(st.integers(1, 3)), draw(st.integers(2, 4))
-
-    def matrix(elements: st.SearchStrategy[float]) -> Tensor:
-        row = st.lists(elements, min_size=draft_len, max_size=draft_len)
-        return torch.tensor(draw(st.lists(row, min_size=requests, max_size=requests)))
-
-    def counts() -> Tensor:
-        return torch.tensor(draw(st.lists(st.integers(0, draft_len), min_size=requests, max_size=requests)))
-
-    return [
-        Turn(Signals(tuple(range(requests)), counts(), draft_len, matrix(CONFIDENCE)), matrix(EDGES), counts())
-        for _ in range(draw(st.integers(1, 4)))
-    ]
 
 
 @given(history=histories())

@@ -10,8 +10,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dspark.models import DSparkDrafter, Target, load_drafter, load_target, query_batch
-from dspark.ops.types import QueryBatch, Sampling, Stream
-from dspark.ops.walk import sequential_step
+from dspark.ops.types import MarkovHead, QueryBatch, Sampling, Stream
+from dspark.ops.walk import draft_walk, sequential_step
+from dspark.ops.walk_certified import draft_walk_certified
+from dspark.ops.walk_inputs import build_walk_tables
+from dspark.ops.walk_table import build_bias_table
 from tests.models.helpers import poison, scattered_table
 from tests.tolerances import LOGITS
 
@@ -190,6 +193,71 @@ def with_head(drafter: DSparkDrafter, anchor: Tensor, tokens: Tensor, hidden: Te
         out.append(base_logits[:, k] + bias)
         previous = tokens[:, k]
     return torch.stack(out, dim=1)
+
+
+def first_rounds(head: str) -> dict[str, Tensor]:
+    """What the first rounds of the three prompts of a trace say, ``[3, ...]``."""
+    trace = load_file(GOLDEN / f"trace_{head}.safetensors")
+    names = [name.removeprefix("0.") for name in trace if name.startswith("0.")]
+    return {
+        name: torch.stack([trace[f"{i}.{name}"][0] for i in range(3)])
+        for name in names
+        if name not in ("prompt", "output_ids")
+    }
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("tables", [False, True])
+def test_rounds_of_a_trace_by_the_kernels(target: Target, head: str, tables: bool) -> None:
+    """The walk alone, from the trace's hidden states and base logits."""
+    if tables and head in ("vanilla", "dflash"):
+        pytest.skip("a table of the confidence alone is tested with the other heads")
+    network = load_drafter(GOLDEN / f"draft_{head}", target).network
+    sequential, confidence = network.sequential_head(), network.confidence()
+    expected = first_rounds(head)
+    draft = draft_walk(
+        expected["base_logits"],
+        expected["anchor"],
+        head=sequential,
+        hidden=expected["hidden"],
+        confidence_head=confidence,
+        sampling=greedy(3),
+        position=expected["start"],
+        stream=Stream.TARGET,
+        return_logits=True,
+        tables=build_walk_tables(sequential, confidence) if tables else None,
+        backend="triton",
+    )
+    assert draft.tokens.tolist() == expected["tokens"].tolist()
+    assert draft.logits is not None
+    assert torch.equal(draft.logits.argmax(-1), expected["tokens"])
+    if head != "dflash":
+        assert draft.confidence_logits is not None
+        close(draft.confidence_logits, expected["confidence_logits"])
+
+
+@pytest.mark.parametrize("top_k", [4, 16])
+def test_rounds_of_a_trace_by_the_certified_walk(target: Target, top_k: int) -> None:
+    network = load_drafter(GOLDEN / "draft_vanilla", target).network
+    sequential = network.sequential_head()
+    assert isinstance(sequential, MarkovHead)
+    expected = first_rounds("vanilla")
+    result = draft_walk_certified(
+        expected["base_logits"],
+        expected["anchor"],
+        head=sequential,
+        table=build_bias_table(sequential, top_m=4),
+        hidden=expected["hidden"],
+        confidence_head=network.confidence(),
+        sampling=greedy(3),
+        position=expected["start"],
+        stream=Stream.TARGET,
+        top_k=top_k,
+    )
+    assert result.draft.tokens.tolist() == expected["tokens"].tolist()
+    assert result.certified.min() >= 1
+    assert result.draft.confidence_logits is not None
+    close(result.draft.confidence_logits, expected["confidence_logits"])
 
 
 def test_traces_reject_somewhere_and_accept_somewhere(head: str) -> None:

@@ -32,12 +32,12 @@ def run(
 def test_prefill_and_verification_on_the_kernels() -> None:
     torch.manual_seed(0)
     network = CausalLM(small_model(29, num_hidden_layers=2, layer_windows=(0, 5))).eval()
-    tokens = torch.randint(29, (14,))
+    tokens = torch.randint(29, (8,))
     states: dict[Backend, list[Tensor]] = {"reference": [], "triton": []}
     for backend, found in states.items():
         cache = poison(PagedCache.allocate(network.config, 14, 4, torch.float32, "cpu"))
-        found.append(run(network, cache, tokens, [7, 7], 0, backend))
-        found.append(run(network, cache, tokens[:4], [3, 1], 7, backend))
+        found.append(run(network, cache, tokens, [4, 4], 0, backend))
+        found.append(run(network, cache, tokens[:3], [2, 1], 4, backend))
     for expected, hidden in zip(states["reference"], states["triton"], strict=True):
         torch.testing.assert_close(network.logits(hidden), network.logits(expected), atol=LOGITS, rtol=0)
 

@@ -358,7 +358,7 @@ FAULTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scale": ({"k_scale": torch.ones(2)}, ValueError, "kv.k_scale: only a float8_e4m3fn cache has scales"),
     "split": ({"split": "best"}, ValueError, "split: expected one of 'fixed', 'occupancy', got 'best'"),
     "no multiprocessors": ({"split": "occupancy"}, ValueError, "num_sms: expected a positive number"),
-    "unused multiprocessors": ({"num_sms": 132}, ValueError, "num_sms: expected .* None for others, got 132"),
+    "unused multiprocessors": ({"num_sms": 132}, ValueError, "num_sms: expected .*, None for others, got 132"),
     "chunk": ({"chunk": 100}, ValueError, "chunk: expected a multiple of 64, for split 'fixed' only, got 100"),
     "unused chunk": ({"chunk": 64, "split": "occupancy", "num_sms": 8}, ValueError, "chunk: expected a multiple of 64"),
     "out": ({"out": torch.zeros(5, 4, 8)}, ValueError, 'out: expected shape "T Hq D"'),

@@ -34,7 +34,7 @@ def test_eight_rows_move_at_most_a_tenth_more_than_one(shape: tuple[int, int, in
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("context", [1024, 2048, 8192, 32_768, 131_072])
 def test_the_model_is_near_the_lower_bound(shape: tuple[int, int, int], context: int) -> None:
-    """Parts, tables and queries read again add 4 % to a row's keys, 13 % to those of eight rows (a fifth when short)."""
+    """Parts, tables and queries read again add 4 % to the keys of one row, 13 % to those of eight, 20 % if short."""
     for rows, bound in ((1, 1.04), (4, 1.11), (8, 1.13 if context >= 8192 else 1.20)):
         cost = attention_cost(AttentionCall([context], [rows], *shape, words=int(rows > 1)))
         assert cost.lower_bound <= cost.total <= bound * cost.lower_bound

@@ -17,7 +17,8 @@ from dspark.ops.shipped.walk import CALLS, DRAFTS
 from dspark.ops.types import MarkovHead, Stream
 from dspark.ops.walk import draft_walk_workspace
 from dspark.ops.walk_inputs import DraftVocabulary, WalkOutputs, build_walk_tables, empty_draft
-from dspark.ops.walk_triton import WalkConfig, walk_config, walk_triton, workspace_bytes
+from dspark.ops.walk_plan import WalkConfig, walk_config, workspace_bytes
+from dspark.ops.walk_triton import walk_triton
 from dspark.testing.guards import forbid_sync, guarded, poisoned_empty
 from tests.ops.helpers import make_sampling
 from tests.ops.triton_walks import ALL, PARTS, TINY, agreeing_slots, assert_agrees, assert_same_bits, inputs_of, run

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from dspark.ops.types import Draft
 from dspark.ops.walk_inputs import WalkInputs, WalkOutputs, empty_draft
+from dspark.ops.walk_plan import WalkConfig
 from dspark.ops.walk_reference import walk_noise, walk_reference
-from dspark.ops.walk_triton import WalkConfig, walk_triton
+from dspark.ops.walk_triton import walk_triton
 from tests.ops.walks import Case
 from tests.tolerances import LOGITS
 

@@ -10,16 +10,19 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from dspark.decode import Decoder, SamplingParams
 from dspark.policy import (
     Bandit,
     ConfidenceScheduled,
     ConfidenceThreshold,
     CostProfile,
     FixedK,
+    Gated,
     Goodput,
     Oracle,
     Outcome,
     Signals,
+    StepCost,
     VerifyPolicy,
 )
 from dspark.policy.calibration import SequentialTemperatures
@@ -27,6 +30,7 @@ from dspark.policy.confidence import ConfidenceProvider, ConstantConfidence, Tem
 from dspark.policy.learned import MarginLogistic, OnlineTempered, RunningMean
 from dspark.testing import RatioToy, Turn, assert_exact_law, assert_non_anticipating, random_history, toy_request
 from dspark.testing.strategies import histories
+from tests.decode.pairs import narrow_pair
 from tests.tolerances import LEARNED, TEMPERATURE
 
 CURVE = CostProfile((1, 4, 32), (1.0, 1.4, 8.0))
@@ -84,6 +88,12 @@ def test_the_wrapper_hands_on_what_happened() -> None:
 def test_p24_a_provider_without_effect_is_refused(blind: VerifyPolicy) -> None:
     with pytest.raises(ValueError, match="policy: expected one that looks at confidences"):
         WithConfidence(blind, TrainedHead())
+
+
+def test_p24_a_gate_inside_which_nobody_would_ask_is_refused() -> None:
+    gated = Gated(ConfidenceThreshold(0.5), StepCost(CURVE))
+    with pytest.raises(ValueError, match="policy: expected one without a gate, got Gated"):
+        WithConfidence(gated, TrainedHead())
 
 
 @pytest.mark.parametrize(
@@ -322,3 +332,14 @@ def test_learning_leaves_the_exact_law_as_it_is(name: str) -> None:
 def test_smoothing_over_a_block_does_not() -> None:
     with pytest.raises(AssertionError, match="from plain decoding"):
         assert_exact_law(RatioToy(), WithConfidence(ConfidenceThreshold(0.4), Smoothed()))
+
+
+@pytest.mark.parametrize("provider", [OnlineTempered(prior=0.1), RunningMean(shrinkage=1.0)], ids=repr)
+def test_a_decoder_with_a_learner_emits_what_the_target_would(provider: ConfidenceProvider) -> None:
+    model, drafter = narrow_pair(16)
+    prompts, params = [[1, 2], [3]], [SamplingParams(max_tokens=20, seed=seed) for seed in (1, 2)]
+    policy = WithConfidence(ConfidenceThreshold(0.3), provider)
+    drafted = Decoder(model, drafter, policy, "coupled").generate(prompts, params)
+    plain = Decoder(model).generate(prompts, params)
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
+    assert len({r.verified for c in drafted for r in c.rounds}) > 1

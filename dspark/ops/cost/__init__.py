@@ -10,6 +10,7 @@ from dspark.ops.cost.process import ProcessCall, process_cost
 from dspark.ops.cost.sample import SampleCall, sample_cost, truncate_cost
 from dspark.ops.cost.statistics import Search
 from dspark.ops.cost.types import Cost
+from dspark.ops.cost.walk import WalkCall, certified_cost, walk_cost
 
 __all__ = [
     "AcceptCall",
@@ -19,9 +20,12 @@ __all__ = [
     "QKind",
     "SampleCall",
     "Search",
+    "WalkCall",
     "accept_cost",
     "attention_cost",
+    "certified_cost",
     "process_cost",
     "sample_cost",
     "truncate_cost",
+    "walk_cost",
 ]

@@ -75,7 +75,7 @@ def attention_cost(call: AttentionCall, config: AttentionConfig | None = None) -
 
     >>> cost = attention_cost(AttentionCall(contexts=[8192], lengths=[8]))
     >>> cost.launches, round(cost.total / cost.lower_bound, 3)
-    (2, 1.1)
+    (2, 1.122)
     """
     return _Model(call, config or _config(call)).cost()
 
@@ -84,7 +84,7 @@ def attention_workspace_bytes(call: AttentionCall, config: AttentionConfig | Non
     """Bytes of scratch memory that the call takes.
 
     >>> attention_workspace_bytes(AttentionCall(contexts=[131_072 - 1] * 256, lengths=[1] * 256)) / 1e6
-    872.2432
+    728.43264
     """
     chunks = (config or _config(call)).chunks(call.capacity)
     return 4 * sum(part_sizes(sum(call.lengths) + call.padding, call.num_heads, call.head_dim, chunks))

@@ -12,7 +12,7 @@ from typing import Literal
 
 from dspark.ops.cost.types import Cost
 from dspark.ops.walk_certified_triton import SHIPPED, CandidateConfig
-from dspark.ops.walk_triton import PROGRAMS, WalkConfig, walk_config
+from dspark.ops.walk_plan import PROGRAMS, WalkConfig, walk_config
 
 HeadKind = Literal["none", "markov", "gated", "rnn"]
 
@@ -155,7 +155,9 @@ class _Model:
             self._add(read=rows * call.weight_itemsize, written=8 * rows)
             if call.confidence == "hidden and token":
                 self._add(read=rows * (4 if call.tables else 2 * call.rank * call.weight_itemsize))
-        self._add(read=rows * self.tiles * (12 * call.margin + 8 * call.lse), written=4 * rows * (call.margin + call.lse))
+        self._add(
+            read=rows * self.tiles * (12 * call.margin + 8 * call.lse), written=4 * rows * (call.margin + call.lse)
+        )
         if call.greedy:
             self._add(written=rows * call.logits_itemsize)
 
@@ -167,7 +169,7 @@ def certified_cost(call: WalkCall, *, top_k: int, top_m: int, config: CandidateC
 
     >>> cost = certified_cost(WalkCall(requests=1, draft_len=7, vocab_size=151_936), top_k=128, top_m=64)
     >>> round(cost.total / 1e6, 2), cost.launches
-    (2.82, 3)
+    (2.77, 3)
     """
     rows = call.requests * call.draft_len
     tiles = -(-call.vocab_size // config.block_vocab)

@@ -16,8 +16,8 @@ BUDGETS = {
     "attention_kernel": budgets(Budget(255, 163_840), amd=Budget(256, 65_536)),
     "merge_kernel": budgets(Budget(64, 4096), amd=Budget(64, 4096)),
 }
-"""The most that one program of a kernel may use, whatever its configuration. Up to 32 lines a program, the launch itself
-holds the pass over the keys to 128 registers, and it must not spill then."""
+"""The most that one program of a kernel may use, whatever its configuration. Up to 32 lines a program, the launch
+itself holds the pass over the keys to 128 registers, and it must not spill then."""
 
 _PIPELINED = dict.fromkeys(NVIDIA_TARGETS, (r"^LDGSTS\.E(\.\w+)*\.128$",)) | {"gfx942": (r"load_dwordx4$",)}
 CLAIMS = {"attention_kernel": _PIPELINED}

@@ -76,7 +76,12 @@ def walk_case(call: WalkCall, certified: tuple[int, int] | None = None) -> Case:
             )
             return walk_cost(call)
         result = draft_walk_certified(
-            base, anchor, table=bias_table, top_k=certified[0], fallback=False, **arguments  # type: ignore[arg-type]
+            base,
+            anchor,
+            table=bias_table,
+            top_k=certified[0],
+            fallback=False,
+            **arguments,  # type: ignore[arg-type]
         )
         assert result.certified.numpy().tolist() == [call.draft_len] * call.requests
         return certified_cost(call, top_k=certified[0], top_m=certified[1])
@@ -117,5 +122,5 @@ def cases() -> list[Case]:
         walk_case(WalkCall(2, 2, 150, 40, head="gated", hidden_size=states, greedy=True)),
         walk_case(WalkCall(2, 2, 150, 40, head="rnn", hidden_size=states, greedy=True)),
         walk_case(WalkCall(2, 2, 150, 40, head="rnn", hidden_size=states, greedy=True, tables=True)),
-        walk_case(WalkCall(2, 2, 1500, 16, hidden_size=states, confidence=token), (20, 10)),  # type: ignore[arg-type]
+        walk_case(WalkCall(2, 2, 1500, 16, hidden_size=states, confidence=token), (12, 10)),  # type: ignore[arg-type]
     ]
