@@ -13,7 +13,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --dist w
 # Other versions of Triton that kernels must run on: each a venv that overlays .venv with tests/triton-VERSION.txt.
 TRITONS := 3.6.0 3.9.0
 
-.PHONY: help demo test test-full lint bench kernels traffic test-triton
+.PHONY: help demo test test-full test-kernels lint bench kernels traffic test-triton
 .SECONDARY: $(TRITONS:%=.venv-triton-%/.installed)
 .DELETE_ON_ERROR:
 
@@ -21,6 +21,7 @@ help:
 	@echo "make demo         decode held-out text with the tiny pair and compare the policies"
 	@echo "make test         the tests, without the slow ones"
 	@echo "make test-full    all tests"
+	@echo "make test-kernels every configuration of every kernel compiled for every target, against docs/kernels.md"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        the benchmarks: host overhead of the ops, and their kernels where there is a GPU"
 	@echo "make kernels      compile every kernel with no GPU; its registers, memory and instructions as a table"
@@ -35,6 +36,9 @@ test: $(STAMP)
 
 test-full: $(STAMP)
 	HYPOTHESIS_PROFILE=full $(PYTEST)
+
+test-kernels: $(STAMP)
+	$(PYTEST) tests/gates/test_codegen.py
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

@@ -33,7 +33,7 @@ with a row at every position (relative). In the synthetic trace a hard token sta
 assumes and ``nearest`` forgets; on the tiny pair it is the other way round."""
 
 ROTARY = 2e-6
-"""Normalised and rotated heads in float32, a few units in size, whose squares are summed in another order (absolute)."""
+"""Normalised and rotated heads in float32, a few units in size, their squares summed in another order (absolute)."""
 
 IDLE_SPECULATION = 0.02
 """Throughput that a policy may lose to plain decoding where speculation does not pay, for looking whether it does."""
@@ -43,8 +43,8 @@ SCHEDULED = 0.01
 survival, one round at a time, and the drafts of a round do not come out as expected."""
 
 TEMPERATURE = 0.2
-"""Relative error of temperatures fitted to some thousands of rounds: the grid's steps are 4 %, and the calibration error
-is flat around its minimum."""
+"""Relative error of temperatures fitted to some thousands of rounds: the grid's steps are 4 %, and the calibration
+error is flat around its minimum."""
 
 LEARNED = 0.06
 """Mean error of confidences learned from some hundreds of rounds against the true chances (absolute)."""

@@ -1,8 +1,8 @@
 """The levels of drafted trees: what may follow a level's nodes, and the scores that the tree's children came from.
 
-A level takes three launches. ``tree_level_kernel`` scores what may follow each node and keeps the largest scores of each
-tile; ``tree_merge_kernel`` merges a node's tiles into its children and what they are worth; ``tree_select_kernel`` of
-:mod:`dspark.kernels.draft_tree_choice` keeps the best children of the level.
+A level takes three launches. ``tree_level_kernel`` scores what may follow each node and keeps the largest scores of
+each tile; ``tree_merge_kernel`` merges a node's tiles into its children and what they are worth; ``tree_select_kernel``
+of :mod:`dspark.kernels.draft_tree_choice` keeps the best children of the level.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ def tree_level_kernel(
     base_ptr,  # [num_requests, draft_len, vocab_size]
     stride_base_request,
     stride_base_slot,
-    token_ptr,  # [num_requests, entries] integer, of which the level's nodes are those from ``first`` on
-    stride_token_request,
+    anchor_ptr,  # [num_requests] int64, the node of slot 0
+    token_ptr,  # [num_requests, entries] int32, of which the nodes of another slot are those from ``first`` on
+    stride_entries,
     w1_ptr,  # [vocab_size, rank], or null: no head
     stride_w1_row,
     w2_ptr,  # [vocab_size, rank], or null
@@ -58,7 +59,7 @@ def tree_level_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Each tile's largest scores of what follows the nodes of a level, in order; equal ones in order of their tokens."""
+    """Each tile's largest scores of what follows the nodes of a level, in order; equal ones by their tokens."""
     BLOCK_R: tl.constexpr = REQUESTS * NODES
     slot = slot.to(tl.int64)
     tile = tl.program_id(0)
@@ -77,8 +78,7 @@ def tree_level_kernel(
         inside = (request < num_requests) & (node < nodes)
         alive = inside
         if HEAD:
-            token = tl.load(token_ptr + request * stride_token_request + first + node, mask=inside, other=-1)
-            token = token.to(tl.int64)
+            token = _tokens_of_level(request, node, inside, slot, anchor_ptr, token_ptr, stride_entries, first)
             alive = (token >= 0) & (token < vocab_size)
         base = tl.load(
             base_ptr + (owner * stride_base_request + slot * stride_base_slot)[:, None] + offs_v[None, :],
@@ -99,7 +99,8 @@ def tree_level_kernel(
         # A NaN fails every comparison; as +inf it wins the maximum and marks the row.
         scores = tl.where(scores < INFINITY, scores, INFINITY)
         if NOISE:
-            if tl.sum(sampled.to(tl.int32)) > 0:
+            num_sampled = tl.sum(sampled.to(tl.int32))
+            if num_sampled > 0:
                 seed = tl.load(seed_ptr + owner, mask=owner < num_requests, other=0)
                 anchor_at = tl.load(position_ptr + owner, mask=owner < num_requests, other=0)
                 salt = anchor_at * 0
@@ -109,35 +110,36 @@ def tree_level_kernel(
                 noise = _of_nodes(noise, REQUESTS, NODES, BLOCK_V)
                 scores = tl.where(sampled[:, None], scores + noise, scores)
         at = request * nodes + node
+        if sum_ptr is not None:
+            top = tl.max(scores, axis=1)
+            good = is_good(top)
+            weight = tl.exp(scores - tl.where(good, top, 0.0)[:, None])
+            mass = tl.sum(tl.where(good[:, None], weight, 0.0), axis=1)
+            tl.store(sum_ptr + at * num_tiles + tile, mass, mask=inside)
         for place in range(BRANCHING):
             best, column = tl.max(scores, axis=1, return_indices=True, return_indices_tie_break_left=True)
             out = (at * BRANCHING + place) * num_tiles + tile
             tl.store(value_ptr + out, best, mask=inside)
             tl.store(column_ptr + out, tile * BLOCK_V + column, mask=inside)
-            if sum_ptr is not None:
-                if place == 0:
-                    good = is_good(best)
-                    weight = tl.exp(scores - tl.where(good, best, 0.0)[:, None])
-                    mass = tl.sum(tl.where(good[:, None], weight, 0.0), axis=1)
-                    tl.store(sum_ptr + at * num_tiles + tile, mass, mask=inside)
             scores = tl.where(tl.arange(0, BLOCK_V)[None, :] == column[:, None], NEGATIVE_INFINITY, scores)
 
 
-@triton.jit(do_not_specialize=["slot", "nodes", "first", "first_row", "scored"])
+@triton.jit(do_not_specialize=["slot", "num_requests", "nodes", "first", "first_row", "scored"])
 def tree_merge_kernel(
     value_ptr,  # of tree_level_kernel, as are the two that follow
     column_ptr,
     sum_ptr,  # read unless STATIC
-    token_ptr,  # as for tree_level_kernel
-    stride_token_request,
-    worth_ptr,  # [num_requests, entries] float32; the anchor's, at slot 0, is 0 and not read
+    anchor_ptr,  # as for tree_level_kernel, as are the two that follow
+    token_ptr,
     stride_entries,
+    worth_ptr,  # [num_requests, entries] float32; the anchor's, at slot 0, is 0 and not read
     acceptance_ptr,  # [num_requests or 1, draft_len, BRANCHING] float32, or null: the default; read if STATIC
     stride_acceptance_request,
     child_ptr,  # [num_requests, rows, BRANCHING] int32, written from ``first_row`` on: the children, -1 where none is
     stride_child_request,
     child_worth_ptr,  # [num_requests, nodes, BRANCHING] float32, written
     slot,
+    num_requests,
     nodes,
     first,
     first_row,
@@ -146,52 +148,60 @@ def tree_merge_kernel(
     num_tiles,
     STATIC: tl.constexpr,  # children are worth what the chances of their places say
     BRANCHING: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """One node's children, and the logarithms of what they are worth."""
-    request = (tl.program_id(0) // nodes).to(tl.int64)
-    node = tl.program_id(0) % nodes
-    parent = tl.load(token_ptr + request * stride_token_request + first + node)
-    above = tl.load(worth_ptr + request * stride_entries + first + node, mask=slot > 0, other=0.0)
-    row = request * scored + tl.minimum(node, scored - 1)
-    tile = tl.arange(0, TILES)
-    mask_t = tile < num_tiles
-    best = tl.load(value_ptr + row * BRANCHING * num_tiles + tile, mask=mask_t, other=NEGATIVE_INFINITY)  # [TILES]
-    top = tl.max(best, axis=0)
-    if not STATIC:
-        mass = tl.load(sum_ptr + row * num_tiles + tile, mask=mask_t, other=0.0)
-        _, total = merge_sums(best[None, :], mass[None, :])
-        total = tl.sum(total, axis=0).to(tl.float32)
-        log_total = tl.log(tl.where(total > 0.0, total, 1.0))
-    taken = tl.zeros([TILES], tl.int32)  # of each tile
+    """The children of some nodes, and the logarithms of what they are worth."""
+    place = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)  # [BLOCK_R]
+    inside = place < num_requests * nodes
+    request = (place // nodes).to(tl.int64)
+    node = place % nodes
+    parent = _tokens_of_level(request, node, inside, slot, anchor_ptr, token_ptr, stride_entries, first)
+    above = tl.load(
+        worth_ptr + request * stride_entries + first + node, mask=inside & (place * 0 + slot > 0), other=0.0
+    )
     exists = (parent >= 0) & (parent < vocab_size)
-    chance = 1.0
+    row = request * scored + tl.minimum(node, scored - 1)
+    tile = tl.arange(0, TILES)[None, :]
+    mask = inside[:, None] & (tile < num_tiles)
+    best = tl.load(
+        value_ptr + (row * BRANCHING * num_tiles)[:, None] + tile, mask=mask, other=NEGATIVE_INFINITY
+    )  # [BLOCK_R, TILES]
+    top = tl.max(best, axis=1)
+    good = is_good(top)
+    if not STATIC:
+        mass = tl.load(sum_ptr + (row * num_tiles)[:, None] + tile, mask=mask, other=0.0)
+        _, total = merge_sums(best, mass)
+        total = total.to(tl.float32)
+        log_total = tl.log(tl.where(total > 0.0, total, 1.0))
+    taken = tl.zeros([BLOCK_R, TILES], tl.int32)  # of each tile
+    chance = tl.full([BLOCK_R], 1.0, tl.float32)
     for rank in range(BRANCHING):
-        value, at = tl.max(best, axis=0, return_indices=True, return_indices_tie_break_left=True)
-        place = tl.sum(tl.where(tile == at, taken, 0), axis=0)
-        out = (row * BRANCHING + place) * num_tiles + at
-        column = tl.load(column_ptr + out)
-        following = tl.load(value_ptr + out + num_tiles, mask=place + 1 < BRANCHING, other=NEGATIVE_INFINITY)
-        best = tl.where(tile == at, following, best)
-        taken += (tile == at).to(tl.int32)
-        found = exists & is_good(top) & (value > NEGATIVE_INFINITY)
+        value, at = tl.max(best, axis=1, return_indices=True, return_indices_tie_break_left=True)
+        here = tile == at[:, None]
+        index = tl.sum(tl.where(here, taken, 0), axis=1)  # of the tile's scores
+        of_tile = (row * BRANCHING + index) * num_tiles + at
+        column = tl.load(column_ptr + of_tile, mask=inside, other=-1)
+        more = inside & (index * 0 + rank + 1 < BRANCHING)
+        following = tl.load(value_ptr + of_tile + num_tiles, mask=more, other=NEGATIVE_INFINITY)
+        best = tl.where(here, following[:, None], best)
+        taken += here.to(tl.int32)
+        found = exists & good & (value > NEGATIVE_INFINITY)
         if STATIC:
             if acceptance_ptr is None:
                 chance = chance * tl.where(rank == 0, 0.7, 0.3)
             else:
-                stated = tl.load(
-                    acceptance_ptr + request * stride_acceptance_request + slot * BRANCHING + rank
-                )  # fmt: skip
-                chance = tl.minimum(chance, tl.maximum(stated, 0.0))
+                stated = acceptance_ptr + request * stride_acceptance_request + slot * BRANCHING + rank
+                chance = tl.minimum(chance, tl.maximum(tl.load(stated, mask=inside, other=0.0), 0.0))
             units = tl.floor(tl.log(tl.where(chance > 0.0, chance, 1.0)) * LOG_UNITS + 0.5)
             worth = tl.where(chance > 0.0, units / LOG_UNITS, NEGATIVE_INFINITY)
         else:
-            worth = tl.where(found, tl.minimum(tl.where(found, value - top, 0.0) - log_total, 0.0), NEGATIVE_INFINITY)
+            score = tl.where(found, value, 0.0) - tl.where(found, top, 0.0)
+            worth = tl.where(found, tl.minimum(score - log_total, 0.0), NEGATIVE_INFINITY)
         child = node * BRANCHING + rank
-        tl.store(
-            child_ptr + request * stride_child_request + first_row * BRANCHING + child, tl.where(found, column, -1)
-        )
-        tl.store(child_worth_ptr + request * (nodes * BRANCHING) + child, above + worth)
+        out = request * stride_child_request + first_row * BRANCHING + child
+        tl.store(child_ptr + out, tl.where(found, column, -1), mask=inside)
+        tl.store(child_worth_ptr + request * (nodes * BRANCHING) + child, above + worth, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -271,6 +281,15 @@ def tree_scores_kernel(
             None, :
         ]
         tl.store(out_ptr + out, scores, mask=inside[:, None] & mask_v[None, :])
+
+
+@triton.jit
+def _tokens_of_level(request, node, mask, slot, anchor_ptr, token_ptr, stride_entries, first):
+    """The nodes' tokens, int64; -1 where there is none."""
+    begins = mask & (node * 0 + slot == 0)
+    anchor = tl.load(anchor_ptr + request, mask=begins, other=-1)
+    later = tl.load(token_ptr + request * stride_entries + first + node, mask=mask & (node * 0 + slot > 0), other=-1)
+    return tl.where(begins, anchor, later.to(tl.int64))
 
 
 @triton.jit

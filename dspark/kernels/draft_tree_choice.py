@@ -1,8 +1,9 @@
 """Which children of a level's nodes are kept, and the tree of the best of all levels: sorting by counting who is ahead.
 
 Of a level, its best children are kept as *entries*, in order of what they are worth. One that is not among the best
-``N - 1`` of its level cannot be a node: the anchor is worth more than all of them, and what is below an entry is not worth
-more than it is. So no more are kept, and a request has few enough entries that each can be compared with every other.
+``N - 1`` of its level cannot be a node: the anchor is worth more than all of them, and what is below an entry is not
+worth more than it is. So no more are kept, and a request has few enough entries that each can be compared with every
+other.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton.language as tl
 from dspark.kernels.rows import NEGATIVE_INFINITY
 
 
-@triton.jit(do_not_specialize=["slot", "nodes", "first", "first_row", "kept", "next_nodes"])
+@triton.jit(do_not_specialize=["slot", "nodes", "first", "held", "first_row", "kept", "next_nodes"])
 def tree_select_kernel(
     anchor_ptr,  # [num_requests] int64
     child_ptr,  # of tree_merge_kernel, from ``first_row`` on
@@ -94,7 +95,7 @@ def tree_build_kernel(
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The tree of a request's best entries: first the places of all, with those that hold no token; then without them."""
+    """The tree of a request's best entries: the places of all are found first, then those that hold no token go."""
     request = tl.program_id(0).to(tl.int64)
     offs_e = tl.arange(0, BLOCK_E)
     mask_e = offs_e < entries

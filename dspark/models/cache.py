@@ -116,6 +116,22 @@ def query_batch(
     return QueryBatch(query_start, context_len, block_table, positions, slots, ancestors, longest)
 
 
+def append_layers(
+    cache: PagedCache, keys_values: Sequence[tuple[Tensor, Tensor]], slots: Tensor, *, backend: Backend = "auto"
+) -> None:
+    """Write keys and values ``[T, Hkv, D]`` of every layer to their slots ``[T]``, as ``append_kv`` does; ``T >= 1``.
+
+    Of the reference, what depends on the slots alone is computed once.
+    """
+    if resolve("append_kv", backend, cache.layers[0].k) == "triton":
+        for kv, (k, v) in zip(cache.layers, keys_values, strict=True):
+            append_kv(k, v, kv, slots, backend="triton")
+        return
+    to = destinations(slots, cache.page_size)
+    for kv, (k, v) in zip(cache.layers, keys_values, strict=True):
+        write(k, v, kv, to)
+
+
 def paged_attend(cache: PagedCache, batch: QueryBatch, windows: Sequence[int], *, backend: Backend = "auto") -> Attend:
     """Attention of ``batch``'s rows over ``cache``: store their keys and values, then attend to all they see.
 

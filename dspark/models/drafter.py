@@ -7,9 +7,8 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from dspark.models.cache import PagedCache, paged_attend
+from dspark.models.cache import PagedCache, append_layers, paged_attend
 from dspark.models.draft_network import DSparkNetwork
-from dspark.ops.cache import destinations, write
 from dspark.ops.checks import check_shape
 from dspark.ops.tree import draft_tree
 from dspark.ops.types import Draft, QueryBatch, Rule, Sampling, Stream, TreeDraft
@@ -135,9 +134,7 @@ class DSparkDrafter:
         if sizes["T"] == 0:
             return
         context = self.network.context(features)
-        to = destinations(batch.slots, cache.page_size)
-        for kv, (k, v) in zip(cache.layers, self.network.context_kv(context, batch.positions), strict=True):
-            write(k, v, kv, to)
+        append_layers(cache, self.network.context_kv(context, batch.positions), batch.slots)
 
     @torch.no_grad()
     def block_logits(self, anchor: Tensor, batch: QueryBatch, cache: PagedCache) -> tuple[Tensor, Tensor]:

@@ -82,9 +82,10 @@ def draft_tree(
             takes the reference on every device, and ``"triton"`` is refused.
 
     Returns:
-        The trees (``out`` if that was given), nodes in order of what they are worth (so the first ``n`` are a tree too), and under ``"recursive"``
-        the scores that children were sampled from. A node whose scores are bad (NaN, +inf or all -inf) has no children,
-        and none has more than its scores have finite entries; under ``"recursive"`` such places stay empty.
+        The trees (``out`` if given), nodes in order of what they are worth (so the first ``n`` are a tree too), and
+        under ``"recursive"`` the scores that children were sampled from. A node whose scores are bad (NaN, +inf or
+        all -inf) has no children, and none has more than its scores have finite entries; under ``"recursive"`` such
+        places stay empty.
 
     Raises:
         ValueError: a shape differs, ``hidden`` is missing, a size is out of range, an option is useless, or the backend

@@ -10,7 +10,7 @@ from torch import Tensor
 from dspark.ops.launch import padded, power_of_two
 from dspark.ops.types import Rule, SequentialHead
 from dspark.ops.walk_inputs import head_rank
-from dspark.ops.walk_triton import WalkConfig, dot_of, walk_config
+from dspark.ops.walk_plan import WalkConfig, dot_of, walk_config
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,16 @@ class TreePlan:
     def num_tiles(self) -> int:
         return -(-self.vocab_size // self.config.block_vocab)
 
+    @cached_property
+    def candidates(self) -> int:
+        """Children of a request's nodes of one level, at most, rounded up to a power of two."""
+        return power_of_two(max(level.nodes for level in self.levels) * self.branching)
+
+    @cached_property
+    def merged(self) -> int:
+        """Nodes whose tiles a program merges: as many as make 1,024 entries."""
+        return max(1, 1024 // power_of_two(self.num_tiles))
+
     def scored(self, level: Level) -> int:
         """Nodes of a request that are scored: all are scored alike without a head."""
         return level.nodes if self.rank else 1
@@ -89,7 +99,6 @@ class TreePlan:
     @cached_property
     def sizes(self) -> list[int]:
         """Elements of scratch memory: tiles' largest scores, their tokens and their sums, children, entries."""
-        widest = max(level.nodes for level in self.levels)
         tiles = self.requests * max(map(self.scored, self.levels)) * self.num_tiles
         entries, recursive = self.requests * self.entries, self.rule == "recursive"
         return [
@@ -97,7 +106,7 @@ class TreePlan:
             padded(tiles * self.branching),
             0 if recursive else padded(tiles),
             padded(self.requests * self.rows * self.branching),
-            padded(self.requests * widest * self.branching),
+            padded(self.requests * max(level.nodes for level in self.levels) * self.branching),
             *([padded(entries)] * 4),
             padded(entries) if recursive else 0,
             padded(self.requests * self.num_nodes) if recursive else 0,

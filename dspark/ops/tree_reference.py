@@ -18,8 +18,8 @@ GREEDY_STEP = 64.0
 
 
 LOG_UNITS = 65536.0
-"""The logarithm of a chance is a multiple of ``1 / LOG_UNITS``, so that sums along paths are exact: places whose chances
-have one product tie, in whatever order their factors come."""
+"""The logarithm of a chance is a multiple of ``1 / LOG_UNITS``, so that sums along paths are exact: places whose
+chances have one product tie, in whatever order their factors come."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Launch of the kernels behind ``draft_tree``.
 
-``3 G + 1`` launches: three per level, and one that builds the trees; under ``recursive`` one more, which writes the scores
-that children were sampled from. A level's passes are apart because each needs all of the one before: every tile of a
-node, and every node of a request.
+``3 G + 1`` launches: three per level, and one that builds the trees; under ``recursive`` one more, which writes the
+scores that children were sampled from. A level's passes are apart because each needs all of the one before: every tile
+of a node, and every node of a request.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ from dspark.ops.tree_checks import num_words
 from dspark.ops.tree_inputs import TreeInputs
 from dspark.ops.tree_plan import Level, TreePlan, dot_of_head, plan_of
 from dspark.ops.types import Stream, TreeDraft
-from dspark.ops.walk_triton import WalkConfig
+from dspark.ops.walk_plan import WalkConfig
 
 _COMPARED = 4096
 """Pairs that a program compares at a time."""
+_REGISTERS_HELD, _REGISTERS = 128, 192
+"""Per thread of a program that multiplies by W2, on NVIDIA: two that hold a tile of it share a multiprocessor. Left to
+itself, the compiler spills some for the sake of occupancy."""
 
 
 @cache
@@ -48,7 +51,7 @@ def draft_tree_triton(
     """Write the trees to ``out``; arguments as checked by :func:`dspark.ops.draft_tree`.
 
     Args:
-        config: how a level is cut; by default as :func:`dspark.ops.walk_triton.walk_config` cuts a step of the walk.
+        config: how a level is cut; by default as :func:`dspark.ops.walk_plan.walk_config` cuts a step of the walk.
 
     Raises:
         ValueError: a tensor's layout or the workspace does not serve.
@@ -113,6 +116,8 @@ class _Drafting:
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
         }
+        if head is not None and torch.version.hip is None:
+            self.scoring["maxnreg"] = _REGISTERS_HELD if config.hold else _REGISTERS
 
     def grow(self, level: Level) -> None:
         """The children of a level's nodes, and which of them are kept."""
@@ -121,8 +126,9 @@ class _Drafting:
         scored, branching = plan.scored(level), plan.branching
         requests, nodes, blocks = plan.blocks(level)
         above: dict[str, Any] = {
-            "token_ptr": self.token if level.slot else self.anchor,
-            "stride_token_request": plan.entries if level.slot else 1,
+            "anchor_ptr": self.anchor,
+            "token_ptr": self.token,
+            "stride_entries": plan.entries,
             "slot": level.slot,
             "first": level.first,
         }
@@ -149,21 +155,21 @@ class _Drafting:
         arguments = self.tiles | above | children
         arguments |= {
             "worth_ptr": self.worth,
-            "stride_entries": plan.entries,
             "acceptance_ptr": None if acceptance is None else contiguous(acceptance),
             "stride_acceptance_request": plan.draft_len * branching if per_request else 0,
+            "num_requests": plan.requests,
             "nodes": level.nodes,
             "scored": scored,
             "vocab_size": plan.vocab_size,
             "num_tiles": plan.num_tiles,
             "STATIC": self.recursive,
             "BRANCHING": branching,
+            "BLOCK_R": plan.merged,
             "TILES": power_of_two(plan.num_tiles),
             "num_warps": 4,
         }
-        launch(tree_merge_kernel, (plan.requests * level.nodes,), arguments)
+        launch(tree_merge_kernel, (-(-plan.requests * level.nodes // plan.merged),), arguments)
 
-        block = power_of_two(level.nodes * branching)
         arguments = self.entries | children
         arguments |= {
             "anchor_ptr": self.anchor,
@@ -176,9 +182,9 @@ class _Drafting:
             "next_nodes": level.next_nodes,
             "vocab_size": plan.vocab_size,
             "BRANCHING": branching,
-            "BLOCK_C": block,
-            "CHUNK": _chunk(block),
-            "num_warps": 4,
+            "BLOCK_C": plan.candidates,
+            "CHUNK": _chunk(plan.candidates),
+            "num_warps": _warps(plan.candidates),
         }
         launch(tree_select_kernel, (plan.requests,), arguments)
 
@@ -202,7 +208,7 @@ class _Drafting:
             "BLOCK_E": block,
             "BLOCK_N": power_of_two(plan.num_nodes),
             "CHUNK": _chunk(block),
-            "num_warps": 4,
+            "num_warps": _warps(block),
         }
         launch(tree_build_kernel, (plan.requests,), arguments)
         if logits is None:
@@ -225,7 +231,12 @@ class _Drafting:
 
 def _chunk(block: int) -> int:
     """How many of ``block`` candidates are compared with all of them at a time."""
-    return min(block, max(1, _COMPARED // block))
+    return min(block, max(4, _COMPARED // block))
+
+
+def _warps(block: int) -> int:
+    """Warps of a program that compares so many."""
+    return 4 if block <= 512 else 8
 
 
 def _check_layouts(inputs: TreeInputs, out: TreeDraft) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dspark.models import ModelConfig
-from dspark.models.cache import PagedCache, paged_attend, query_batch
+from dspark.models.cache import PagedCache, append_layers, paged_attend, query_batch
 from dspark.models.transformer import CausalLM
 from dspark.ops.types import Backend
 from tests.models.helpers import poison, scattered_table
@@ -40,6 +40,23 @@ def test_prefill_and_verification_on_the_kernels() -> None:
         found.append(run(network, cache, tokens[:3], [2, 1], 4, backend))
     for expected, hidden in zip(states["reference"], states["triton"], strict=True):
         torch.testing.assert_close(network.logits(hidden), network.logits(expected), atol=LOGITS, rtol=0)
+
+
+@pytest.mark.triton
+def test_layers_are_written_alike() -> None:
+    caches = []
+    for backend in ("reference", "triton"):
+        cache = poison(PagedCache.allocate(small_model(29), 3, 4, torch.float32, "cpu"))
+        generator = torch.Generator().manual_seed(0)
+        rows = [
+            (torch.randn(3, 1, 8, generator=generator), torch.randn(3, 1, 8, generator=generator)) for _ in range(3)
+        ]
+        append_layers(cache, rows, torch.tensor([5, -1, 11]), backend=backend)  # type: ignore[arg-type]
+        caches.append(cache.stacked)
+    for name in ("k", "v"):
+        expected, written = (getattr(stacked, name).nan_to_num(7.0) for stacked in caches)
+        assert torch.equal(expected, written)
+        assert (expected != 7.0).sum() == 3 * 2 * 8
 
 
 def test_the_backend_is_checked() -> None:

@@ -190,7 +190,11 @@ def verdict(**changes: Any) -> Verdict:
 @pytest.mark.parametrize(
     ("error", "message", "changes"),
     [
-        (ValueError, "rule: expected one of 'coupled', 'ratio', 'block', 'match', 'recursive', got 'tree'", {"rule": "tree"}),
+        (
+            ValueError,
+            "rule: expected one of 'coupled', 'ratio', 'block', 'match', 'recursive', got 'tree'",
+            {"rule": "tree"},
+        ),
         (ValueError, "logprobs: expected one of 'raw', 'processed', got 'none'", {"logprobs": "none"}),
         (ValueError, "max_query_len: expected at least 1, got 0", {"max_query_len": 0}),
         (ValueError, "q: rule 'ratio' needs the draft's distribution .*, got None", {"q": None}),

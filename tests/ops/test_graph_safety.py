@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -155,9 +156,11 @@ def test_accept_of_trees(rule: Rule, backend: Any) -> None:
         accept(**arguments, backend=backend)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rule", TREE_RULES)
-def test_draft_tree(rule: Rule) -> None:
+def test_draft_tree(rule: Rule, backend: Any) -> None:
     base, w = torch.randn(REQUESTS, 2, VOCAB), torch.randn(VOCAB, 4)
+    sampling = SAMPLING if backend == "reference" else replace(SAMPLING, any_truncation=False)
     budget = torch.tensor([4, 0, 2])
     with forbid_sync():
         draft_tree(
@@ -165,12 +168,13 @@ def test_draft_tree(rule: Rule) -> None:
             ANCHOR,
             head=MarkovHead(w, w),
             hidden=None,
-            sampling=SAMPLING,
+            sampling=sampling,
             position=POSITION,
             rule=rule,
             num_nodes=5,
             branching=2,
             budget=budget,
+            backend=backend,
         )
 
 

@@ -42,7 +42,9 @@ def by_hand(case: Case, rule: Rule, r: int, num_nodes: int, branching: int, tabl
     """One request's nodes (token, parent, depth), best first, out of all nodes of the full tree, made one by one."""
     one = case.take([r], case.base_logits.shape[1])
     greedy = float(one.sampling.temperature) == 0
-    nodes = [(0.0, 0, 0, int(one.anchor), -1, None)]  # log worth, depth, number, token, parent, state
+    nodes: list[tuple[float, int, int, int, int, Any]] = [
+        (0.0, 0, 0, int(one.anchor), -1, None)
+    ]  # log worth, depth, number, token, parent, state
     for worth, depth, number, token, _, state in nodes:
         if depth == case.base_logits.shape[1] or token < 0:
             continue
@@ -228,7 +230,9 @@ def test_trees_of_more_than_64_nodes() -> None:
         ({"budget": torch.ones(3)}, TypeError, "budget: expected dtype int64, got float32"),
         ({"acceptance": torch.ones(3, 2)}, ValueError, "acceptance: rule 'coupled' does not use it"),
         ({"rule": "recursive", "acceptance": torch.ones(2, 2)}, ValueError, 'acceptance: expected shape "G K"'),
-        ({"backend": "triton"}, ValueError, "backend: draft_tree has no Triton kernel"),
+        ({"backend": "triton"}, ValueError, "backend: the kernels of draft_tree do not serve a RNNHead"),
+        ({"workspace": torch.ones(4)}, TypeError, "workspace: expected dtype uint8, got float32"),
+        ({"out": torch.ones(4)}, TypeError, "out: expected a TreeDraft, got Tensor"),
     ],
 )
 def test_bad_arguments(changes: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -1,31 +1,35 @@
-"""``torch.ops.dspark.accept_tree``, the guards, and what a call over trees is said to cost."""
+"""``torch.ops.dspark.accept_tree`` and ``draft_tree``, the guards, and what calls over trees are said to cost."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 
-from dspark.ops import Rule, Verdict, accept
+from dspark.ops import Rule, TreeDraft, Verdict, accept, draft_tree
 from dspark.ops.accept_tree_triton import accept_tree_triton, workspace_bytes
+from dspark.ops.cost.draft_tree import DraftTreeCall, draft_tree_cost
 from dspark.ops.cost.tree import NodeOutcome, TreeCall, accept_tree_cost
 from dspark.ops.library import rows as library
-from dspark.ops.library.tree import flat_tree
+from dspark.ops.library.tree import flat_tree, flat_tree_inputs
+from dspark.ops.tree_inputs import empty_tree_draft
+from dspark.ops.tree_plan import levels_of
 from dspark.ops.types import DenseQ
 from dspark.testing.guards import guarded, poisoned_empty
 from tests.ops.helpers import make_sampling
 from tests.ops.test_triton_accept import empty_verdict
 from tests.ops.test_triton_tree import TINY
-from tests.ops.trees import TREE_RULES, tree_problem
+from tests.ops.trees import tree_problem
+from tests.ops.triton_trees import assert_same_bits, inputs_of
+from tests.ops.walks import make_case
 
 SAMPLING = make_sampling([1.0, 0.0, 0.7], [0, 0, 3], seed=[1, 2, 3])
-on_rules = pytest.mark.parametrize("rule", TREE_RULES)
 
 
-@on_rules
-def test_opcheck_accept_tree(rule: Rule) -> None:
+def test_opcheck_accept_tree() -> None:
+    rule: Rule = "recursive"  # the one with every argument
     a = tree_problem(rule, SAMPLING, nodes=4, lengths=[4, 0, 3])
     out = empty_verdict(3, 4)
     out.logprobs.zero_()
@@ -52,9 +56,8 @@ def test_opcheck_accept_tree(rule: Rule) -> None:
     assert set(results.values()) == {"SUCCESS"}, results
 
 
-@on_rules
-def test_accept_of_trees_compiles_as_one_graph(rule: Rule) -> None:
-    arguments = tree_problem(rule, SAMPLING, nodes=4, lengths=[4, 0, 3])
+def test_accept_of_trees_compiles_as_one_graph() -> None:
+    arguments = tree_problem("recursive", SAMPLING, nodes=4, lengths=[4, 0, 3])
 
     def step(arguments: dict[str, Any]) -> Verdict:
         return accept(**arguments)
@@ -64,6 +67,57 @@ def test_accept_of_trees_compiles_as_one_graph(rule: Rule) -> None:
     expected, verdict = step(arguments), compiled(arguments)
     for f in fields(Verdict):
         assert torch.equal(getattr(verdict, f.name), getattr(expected, f.name)), f.name
+
+
+def test_opcheck_draft_tree() -> None:
+    case = make_case("gated", "none", draft_len=2)
+    inputs = inputs_of(case, "recursive", 6, 2, hidden=case.hidden, budget=torch.tensor([6, 2, 9]))
+    out = empty_tree_draft(case.base_logits, case.anchor, "recursive", 6)
+    for tensor in (*flat_tree(out.tree), out.logits):
+        assert tensor is not None
+        tensor.zero_()
+    arguments = (*flat_tree_inputs(inputs), *flat_tree(out.tree), out.logits, None, "reference")
+    results = torch.library.opcheck(torch.ops.dspark.draft_tree.default, arguments, raise_exception=False)
+    assert set(results.values()) == {"SUCCESS"}, results
+
+
+def test_draft_tree_compiles_as_one_graph() -> None:
+    case = make_case("markov", "none", draft_len=2)
+
+    def step(base: torch.Tensor) -> TreeDraft:
+        return draft_tree(
+            base,
+            case.anchor,
+            head=case.head,
+            hidden=None,
+            sampling=case.sampling,
+            position=case.position,
+            rule="recursive",
+            num_nodes=6,
+            branching=2,
+        )
+
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert_same_bits(compiled(case.base_logits), step(case.base_logits))
+
+
+def test_what_a_drafted_tree_is_said_to_cost() -> None:
+    """One node per level is within 2 % of the bound. Of many, W1's rows are read once per tile and base logits once per
+    16 nodes, which the caches serve, and the largest scores of each tile are written and read."""
+    chain = DraftTreeCall([range(8)], 7, 151_936, 8, 1)
+    cost = draft_tree_cost(chain)
+    assert cost.lower_bound <= cost.total <= cost.lower_bound * 1.02
+    assert cost.launches == 3 * 7 + 1
+    levels = levels_of(7, 32, 4, 31)
+    depths = [0, *[1] * 4, *[2] * 16, *[3] * 11]
+    server = replace(chain, depths=[depths] * 64, num_nodes=32, branching=4)
+    cost, tiles, nodes = draft_tree_cost(server), -(-151_936 // 128), 64 * sum(level.nodes for level in levels)
+    rows, scores = nodes * tiles * 256 * 2, nodes * tiles * (8 * 4 + 4 + 8)
+    again = 64 * 4 * 151_936 * 2  # base logits of 31 nodes, read for 16 of them at a time
+    assert cost.lower_bound < cost.total - rows - scores - again < cost.lower_bound * 1.25
+    recursive = draft_tree_cost(replace(server, rule="recursive"))
+    assert recursive.lower_bound - cost.lower_bound == 64 * 32 * 151_936 * 4
 
 
 @pytest.mark.triton

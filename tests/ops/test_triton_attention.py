@@ -87,7 +87,7 @@ def test_equals_dense_attention(kind: Kind, options: dict[str, Any]) -> None:
     assert_dense(requests, case, None, **options)
 
 
-@settings(max_examples=12)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_ragged_batches_agree_with_the_reference(data: st.DataObject) -> None:
     page_size = data.draw(st.sampled_from([1, 4, 16, 32]))
@@ -114,7 +114,7 @@ def test_ragged_batches_agree_with_the_reference(data: st.DataObject) -> None:
     )
 
 
-@settings(max_examples=5)
+@settings(max_examples=4)
 @given(case=paged_trees(max_requests=2, max_nodes=4))
 def test_drawn_trees_agree_with_the_reference(case: TreeCase) -> None:
     assert_agrees(case.paged, tiny(case.paged.q.shape[2]))
@@ -165,8 +165,10 @@ def test_prefill_is_the_same_call() -> None:
         assert_dense(requests, case, tiny(chunk=0), window=window)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "cache"),
+    [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.bfloat16, torch.float32)],
+)
 def test_half_precision(dtype: torch.dtype, cache: torch.dtype) -> None:
     case = make_paged(make_requests([37], [3], "tree", SMALL))
     case = Paged(case.q.to(dtype), PagedKV(case.kv.k.to(cache), case.kv.v.to(cache)), case.batch)
@@ -210,8 +212,7 @@ def test_every_byte_of_float8_is_decoded() -> None:
 @pytest.mark.parametrize("kind", ["chain", "tree"])
 def test_p13_page_and_chunk_boundaries(kind: Kind) -> None:
     """The context ends, and the rows end, one before, at and one after the edge of a page that is a chunk's too."""
-    contexts = [end - rows for end in (31, 32, 33) for rows in (0, 3)]
-    for context in contexts:
+    for context in (28, 29, 30, 31, 32, 33):
         requests = make_requests([context], [3], kind, SMALL)
         assert_dense(requests, make_paged(requests, 16, spare_pages=0), None)
     full = make_requests([63], [1], kind, SMALL)

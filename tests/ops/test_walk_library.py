@@ -12,10 +12,10 @@ from dspark.ops.library.walk import flat_draft, flat_inputs
 from dspark.ops.types import Draft
 from dspark.ops.walk_inputs import DraftVocabulary, WalkOutputs, WalkTables, build_walk_tables, empty_draft
 from tests.ops.triton_walks import inputs_of
-from tests.ops.walks import HEADS, V, make_case
+from tests.ops.walks import V, make_case
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", ["markov", "rnn"])
 def test_opcheck(head: str) -> None:
     case = make_case(head, draft_len=2)
     inputs = inputs_of(case, tables=build_walk_tables(case.head, case.confidence_head))

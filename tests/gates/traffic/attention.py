@@ -55,8 +55,8 @@ def cases() -> list[Case]:
     """Small calls of every kind: ragged ones, split and not, gathered and by the page."""
     small = {"num_heads": 4, "kv_heads": 2, "head_dim": 16}
     calls = [
-        AttentionCall([150, 5, 0], [3, 2, 0], **small, max_query_len=4, chunk=64, padding=2, lse=True),
-        AttentionCall([150, 100], [3, 1], **small, words=1, chunk=64, sinks=True, page_size=64),
+        AttentionCall([130, 5, 0], [2, 1, 0], 2, 1, 16, max_query_len=3, chunk=64, padding=2, lse=True),
+        AttentionCall([130, 70], [2, 1], **small, words=1, chunk=64, sinks=True, page_size=64),
         AttentionCall([70], [5], **small, words=2, columns=9, kv_itemsize=1, scales=True),
         AttentionCall([31], [70], 2, 1, 8, page_size=32, itemsize=4, kv_itemsize=4),
     ]

@@ -1,4 +1,4 @@
-"""Calls of ``accept`` over trees whose traffic is counted."""
+"""Calls of ``accept`` over trees, and of ``draft_tree``, whose traffic is counted."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dspark.ops.accept_tree_triton import STATE, plan_of
 from dspark.ops.cost import Cost
 from dspark.ops.cost.tree import NodeOutcome, TreeCall, accept_tree_cost
 from dspark.ops.types import DenseQ, Rule, Sampling, Tree
+from tests.gates.traffic import draft_tree
 from tests.gates.traffic.case import Case
 
 LIKELY = 14.0
@@ -125,7 +126,8 @@ def _outcomes(
 def stated_cases() -> list[Case]:
     """The shape that bounds are stated for: one request, 16 nodes, a vocabulary of 151,936 in bfloat16."""
     parents = [(-1, 0, 1, 0, 2, 0, 1, 3, 4, 0, 1, 2, 3, 4, 5, 8)]
-    return [tree_case(rule, parents, 151_936) for rule in ("coupled", "match", "recursive")]
+    accepted = [tree_case(rule, parents, 151_936) for rule in ("coupled", "match", "recursive")]
+    return [*accepted, *draft_tree.stated_cases()]
 
 
 def cases() -> list[Case]:
@@ -138,4 +140,5 @@ def cases() -> list[Case]:
         tree_case("recursive", shapes, 5120, temperature=0.0),
         tree_case("recursive", [(-1, 0, 0, 0, 1)], 300, dtype=torch.float32, raw=False, lead=3),
         tree_case("coupled", [(-1, 0, 0)], 300, dtype=torch.float32, raw=False),
+        *draft_tree.cases(),
     ]

@@ -122,5 +122,5 @@ def cases() -> list[Case]:
         walk_case(WalkCall(2, 2, 150, 40, head="gated", hidden_size=states, greedy=True)),
         walk_case(WalkCall(2, 2, 150, 40, head="rnn", hidden_size=states, greedy=True)),
         walk_case(WalkCall(2, 2, 150, 40, head="rnn", hidden_size=states, greedy=True, tables=True)),
-        walk_case(WalkCall(2, 2, 1500, 16, hidden_size=states, confidence=token), (12, 10)),  # type: ignore[arg-type]
+        walk_case(WalkCall(1, 2, 1500, 16, hidden_size=states, confidence=token), (12, 10)),  # type: ignore[arg-type]
     ]

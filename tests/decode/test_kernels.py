@@ -1,0 +1,59 @@
+"""Whole rounds on the kernels, as the decoder takes them on a GPU, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+from torch import Tensor
+
+from dspark.decode import Decoder, SamplingParams, TreeShape
+from dspark.ops.backend import TRITON_OPS
+from tests.decode.pairs import narrow_pair
+
+pytestmark = pytest.mark.triton
+
+OPS = ("accept", "attention", "cache", "process", "sample", "schedule", "tree", "walk")
+MODULES = ["dspark.models.cache", *(f"dspark.ops.{name}" for name in OPS)]
+"""Where ops look their implementation up."""
+
+
+def take_kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Let every op that has a kernel run it; returns the set of those that do, as they are called."""
+    called: set[str] = set()
+
+    def resolve(op: str, backend: str, tensor: Tensor) -> str:
+        if op not in TRITON_OPS:
+            return "reference"
+        called.add(op)
+        return "triton"
+
+    for module in MODULES:
+        monkeypatch.setattr(importlib.import_module(module), "resolve", resolve)
+    return called
+
+
+@pytest.mark.parametrize(
+    ("rule", "tree", "ops"),
+    [
+        ("ratio", None, {"append_kv", "verify_attention", "draft_walk", "accept"}),
+        ("coupled", TreeShape(6, 3), {"append_kv", "commit_kv", "verify_attention", "draft_tree", "accept"}),
+        ("recursive", TreeShape(5, 2), {"append_kv", "commit_kv", "verify_attention", "draft_tree", "accept"}),
+    ],
+)
+def test_rounds_on_the_kernels_are_those_on_the_references(
+    rule: str, tree: TreeShape | None, ops: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, drafter = narrow_pair(11)
+    prompts, params = [[1, 2, 3, 4, 5], [7]], [SamplingParams(temperature=t, seed=5, max_tokens=5) for t in (0.0, 0.9)]
+    if rule != "coupled":
+        params = [SamplingParams(temperature=p.temperature, seed=i, max_tokens=5) for i, p in enumerate(params)]
+
+    def run() -> list[tuple[list[int], list[int]]]:
+        decoder = Decoder(target, drafter, rule=rule, tree=tree, num_pages=16, page_size=4)  # type: ignore[arg-type]
+        return [(c.token_ids, [r.accepted for r in c.rounds]) for c in decoder.generate(prompts, params)]
+
+    expected = run()
+    called = take_kernels(monkeypatch)
+    assert run() == expected
+    assert called == ops
