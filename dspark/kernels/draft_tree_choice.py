@@ -111,10 +111,10 @@ def tree_build_kernel(
         ahead = _ahead(theirs, other, worth, offs_e) & (other < entries)[None, :]
         place += tl.sum(ahead.to(tl.int32), axis=1)
         number += tl.sum((ahead & (held >= 0)[None, :]).to(tl.int32), axis=1)
-    allowed = places.to(tl.int64)
+    allowed = places
     if budget_ptr is not None:
-        allowed = tl.minimum(tl.maximum(tl.load(budget_ptr + request), 1), allowed)
-    begins = tl.load(token_ptr + base) >= 0
+        allowed = tl.minimum(tl.maximum(tl.load(budget_ptr + request), 1), places)
+    begins = token * 0 + tl.load(token_ptr + base) >= 0  # by each entry: masks are blocks
     exists = mask_e & (token >= 0) & (place < allowed) & (worth > NEGATIVE_INFINITY) & begins
     number = tl.where(exists, number, -1)
     total = tl.sum(exists.to(tl.int32), axis=0)

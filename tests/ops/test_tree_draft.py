@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dspark.ops.philox import gumbel
 from dspark.ops.sample import transform
 from dspark.ops.tree import draft_tree
+from dspark.ops.tree_reference import draft_tree_reference
 from dspark.ops.types import RNNHead, Rule, Stream, TreeDraft
 from dspark.ops.walk import sequential_step
 from tests.ops.trees import TREE_RULES
@@ -147,6 +148,18 @@ def test_a_request_is_the_same_alone(rule: Rule) -> None:
         alone = draft(case.take([r], 3), rule, 10, 3)
         assert torch.equal(alone.tree.tokens[0], together.tree.tokens[r])
         assert torch.equal(alone.tree.parents[0], together.tree.parents[r])
+
+
+@on_rules
+def test_a_beam_wider_than_the_tree_changes_nothing(rule: Rule) -> None:
+    """So the op narrows it: what is not among the best ``N - 1`` of its level is no node, nor is anything below it."""
+    case = make_case("markov", draft_len=3, temperature=(1.0, 0.0, 0.7))
+    acceptance = torch.rand(3, 3, 4).mul(4).round().div(4) if rule == "recursive" else None  # many ties
+    arguments = (case.base_logits, case.anchor, case.head, None, case.sampling, case.position, rule, 7, 4, None)
+    narrow, wide = (draft_tree_reference(*arguments, beam, acceptance) for beam in (6, 60))
+    assert torch.equal(narrow.tree.tokens, wide.tree.tokens)
+    assert torch.equal(narrow.tree.parents, wide.tree.parents)
+    assert narrow.logits is None or (wide.logits is not None and torch.equal(narrow.logits, wide.logits))
 
 
 def test_the_shape_of_a_recursive_tree_is_known_before_its_tokens() -> None:

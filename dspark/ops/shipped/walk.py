@@ -29,8 +29,12 @@ BUDGETS = {
 }
 """The most that one program of a kernel may use, whatever its configuration."""
 
-_MATRIX: dict[str, tuple[str, ...]] = {"sm_80": (r"^HMMA\.16816\.F32\.BF16",), "sm_90": (r"^HGMMA\.64x16x16\.F32\.BF16",),
-           "sm_100": (r"^UTCHMMA",), "gfx942": (r"^v_mfma_f32_16x16x16_bf16",)}  # fmt: skip
+_MATRIX: dict[str, tuple[str, ...]] = {
+    "sm_80": (r"^HMMA\.16816\.F32\.BF16",),
+    "sm_90": (r"^HGMMA\.64x16x16\.F32\.BF16",),
+    "sm_100": (r"^UTCHMMA",),
+    "gfx942": (r"^v_mfma_f32_16x16x16_bf16",),
+}
 CLAIMS: dict[str, dict[str, tuple[str, ...]]] = {
     "walk_step_kernel": _MATRIX,
     "walk, no head: walk_step_kernel": {},
