@@ -181,9 +181,9 @@ def first_entries() -> dict[str, KernelEntry]:
     return found
 
 
-def assert_kept(entries: Sequence[KernelEntry]) -> None:
-    """The entries have no fault on any target, and their rows of the committed table are still true."""
-    sheets = datasheets(entries)
+def assert_kept(entries: Sequence[KernelEntry], targets: Sequence[str] = TARGETS) -> None:
+    """The entries have no fault on the targets, and their rows of the committed table are still true."""
+    sheets = datasheets(entries, targets)
     by_name = {entry.name: entry for entry in entries}
     found = [fault for sheet in sheets for fault in faults(by_name[sheet.entry], sheet)]
     assert not found, "\n".join(found)
@@ -199,7 +199,7 @@ KERNELS = first_entries() if find_spec("triton") else {}
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_kernel_keeps_an_entry(kernel: str) -> None:
-    assert_kept([KERNELS[kernel]])
+    assert_kept([KERNELS[kernel]], ["sm_90", "gfx942"])
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from dspark.ops import (
     truncate,
     verify_attention,
 )
+from dspark.ops.launch import recorded_launches
 from dspark.ops.process import count_tokens, process_logits
 from dspark.ops.types import DraftDistribution, Processors, Rule
 from dspark.testing.guards import SyncError, forbid_sync
@@ -50,6 +51,15 @@ DISTRIBUTIONS: dict[str, DraftDistribution | None] = {
     "sparse": SparseQ(torch.arange(2).expand(REQUESTS, NODES - 1, 2).contiguous(), torch.full((REQUESTS, 2, 2), -0.7)),
     "point": PointMass(),
 }
+
+
+@pytest.fixture(autouse=True)
+def unlaunched() -> Iterator[None]:
+    """What is forbidden would be the host's doing: the kernels need not run."""
+    with recorded_launches():
+        yield
+
+
 BACKENDS = ["reference", pytest.param("triton", marks=pytest.mark.triton)]
 
 

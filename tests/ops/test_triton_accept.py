@@ -160,7 +160,7 @@ def test_shipped_configuration_through_the_public_op(rule: Rule) -> None:
         assert torch.equal(getattr(verdict, name), getattr(expected, name)), name
 
 
-@pytest.mark.parametrize(("rule", "q"), [("coupled", "dense"), ("ratio", "point")])
+@pytest.mark.parametrize(("rule", "q"), [("coupled", "dense"), pytest.param("ratio", "point", marks=pytest.mark.slow)])
 def test_a_vocabulary_of_262144(rule: Rule, q: str) -> None:
     sampling = make_sampling([1.0], seed=[3])
     assert_agrees(problem([2], 262_144, sampling, rule, q=q, dtype=torch.float16, agree=0.0), config=None)
