@@ -35,7 +35,7 @@ def small(head: str = "markov", confidence: str = "hidden and token", **options:
 
 
 @pytest.mark.parametrize("head", HEADS)
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(data=st.data())
 def test_draws_as_the_reference(head: str, data: st.DataObject) -> None:
     case = make_case(
