@@ -128,7 +128,8 @@ def accept(
     if tree is None and rule == "recursive":
         rule = "ratio"
     arguments = (target_logits, tokens, query_start, rule, sampling, position, max_query_len, q, logprobs)
-    if not (_fits(*arguments, out, workspace) and tree_fits(tree, max_branching, rule, *arguments[5:8])):
+    chain = tree is None and max_branching is None
+    if not (_fits(*arguments, out, workspace) and (chain or tree_fits(tree, max_branching, rule, *arguments[5:8]))):
         _check(*arguments, out, workspace)
         check_tree(tree, max_branching, rule, *arguments[5:8])
     taken = resolve("accept", backend, target_logits)
