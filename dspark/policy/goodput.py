@@ -71,11 +71,9 @@ class Goodput:
             return
         requests, draft_len = len(outcome.request_ids), self._seen.shape[1]
         classes = self._class_rows(outcome.classes, requests, draft_len, outcome.lengths.device)
-        slot = torch.arange(draft_len, device=outcome.lengths.device)
-        accepted = slot < outcome.accepted[:, None]  # [R, G]
-        judged = accepted | ((slot == outcome.accepted[:, None]) & (slot < outcome.lengths[:, None]))
-        self._seen = (self._seen * self.decay).index_add(0, classes, judged.double())
-        self._accepted = (self._accepted * self.decay).index_add(0, classes, accepted.double())
+        judged, accepted = outcome.judged(draft_len)  # [R, G] each
+        self._seen = (self._seen * self.decay).index_add(0, classes, judged)
+        self._accepted = (self._accepted * self.decay).index_add(0, classes, accepted)
 
     def _rates(self) -> Tensor:
         """``[classes, G]`` chance that each position is accepted given that those before it were."""

@@ -7,6 +7,7 @@ drafts; a shorter one that ended in a rejection would tell as well, but only of 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -30,7 +31,7 @@ class _Round:
     shown: Tensor
 
 
-class _Learner:
+class _Learner(ABC):
     """State by class of request, which fades as that class's own evidence comes in: other classes do not touch it.
 
     ``decay`` is what a judged draft is worth one judged draft of its class and position later.
@@ -57,8 +58,9 @@ class _Learner:
             raise ValueError(f"outcome: expected requests {known.request_ids}, got {outcome.request_ids}")
         self._learn(known, outcome)
 
+    @abstractmethod
     def _learn(self, known: _Round, outcome: Outcome) -> None:
-        raise NotImplementedError
+        """Take in what came of the round that was shown."""
 
     def _begin(self, signals: Signals, shown: Tensor, fresh: dict[str, Tensor]) -> list[int]:
         """Note a round, and make state for classes that are new; returns each request's row of the state."""
@@ -86,14 +88,6 @@ class _Learner:
         have = self._state[name]
         fade = self.decay ** self._sum(rows, weight)  # [classes, G]
         self._state[name] = have * fade.view(*fade.shape, *[1] * (have.ndim - 2)) + self._sum(rows, evidence)
-
-
-def _judged(outcome: Outcome, draft_len: int) -> tuple[Tensor, Tensor]:
-    """``[R, G]`` float64: which drafts were judged, and which of these were accepted."""
-    slot = torch.arange(draft_len, device=outcome.lengths.device)
-    accepted = slot < outcome.accepted[:, None]
-    judged = accepted | ((slot == outcome.accepted[:, None]) & (slot < outcome.lengths[:, None]))
-    return judged.double(), accepted.double()
 
 
 class RunningMean(_Learner):
@@ -128,7 +122,7 @@ class RunningMean(_Learner):
         return ((accepted + level * prior) / (seen + prior)).float()[rows]
 
     def _learn(self, known: _Round, outcome: Outcome) -> None:
-        judged, accepted = _judged(outcome, len(known.shown))
+        judged, accepted = outcome.judged(len(known.shown))
         self._fade("seen", known.rows, judged, judged)
         self._fade("accepted", known.rows, accepted, judged)
 
@@ -174,7 +168,7 @@ class MarginLogistic(_Learner):
 
     def _learn(self, known: _Round, outcome: Outcome) -> None:
         lead = known.shown
-        judged, accepted = _judged(outcome, lead.shape[1])
+        judged, accepted = outcome.judged(lead.shape[1])
         features = torch.stack([torch.ones_like(lead), lead], -1)  # [R, G, 2]
         chance = torch.sigmoid(self._logits(known.rows, lead))
         weight = judged * (chance * (1 - chance)).clamp(min=_LEAST_CURVATURE)

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -60,6 +61,13 @@ class Outcome:
     seconds: float | None = None
     classes: tuple[Hashable, ...] | None = None
     context_tokens: int | None = None
+
+    def judged(self, draft_len: int) -> tuple[Tensor, Tensor]:
+        """``[R, G]`` float64: which drafts were judged (accepted, or the one rejected after them), and the accepted."""
+        slot = torch.arange(draft_len, device=self.lengths.device)
+        accepted = slot < self.accepted[:, None]
+        judged = accepted | ((slot == self.accepted[:, None]) & (slot < self.lengths[:, None]))
+        return judged.double(), accepted.double()
 
 
 class VerifyPolicy(Protocol):
