@@ -79,7 +79,7 @@ def simulated(
     requests: int = 256,
     seed: int = 0,
 ) -> list[simulator.Result]:
-    """The same text served under each policy at each load; plain decoding and the oracle beside them."""
+    """The same text served under each policy at each load; plain decoding and two oracles beside them."""
     engine = simulator.Engine(profile, prefill_chunk=0)
 
     def maker(name: str) -> simulator.PolicyMaker:
@@ -93,7 +93,10 @@ def simulated(
 
     makers: dict[str, simulator.PolicyMaker] = {"plain": lambda machine: NoSpeculation()}
     makers |= {name: maker(name) for name in policies}
-    makers["oracle"] = lambda machine: Gated(simulator.KnownAcceptance(), machine.cost)
+    for name, sound in (("oracle-sound", True), ("oracle", False)):
+        makers[name] = lambda machine, sound=sound: Gated(  # type: ignore[misc]
+            simulator.KnownAcceptance(through_rejected=sound), machine.cost
+        )
     loads = [(simulator.Workload.closed(max(requests, 4 * n), seed=seed), n) for n in concurrency]
     return list(simulator.sweep(trace, makers, loads, engine, seed=seed))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from dspark.cli.lossless import is_lossless_by_law, is_lossless_by_tokens
 from dspark.cli.rows import PLAIN, Row, acceptance_by_position, speedups
-from dspark.cli.setup import make_policy, most_verified, runs_under, tree_shape
+from dspark.cli.setup import make_policy, most_verified, needs_margins, runs_under, tree_shape
 from dspark.decode import Completion, Decoder, SamplingParams, mean_emitted
 from dspark.models.drafter import Drafter
 from dspark.models.target import Target
@@ -96,6 +96,7 @@ class _Setting:
             draft_len=None if plain else self.draft_len,
             tree=tree,
             max_batch=1,
+            margins=needs_margins(name),
         )
         start = time.perf_counter()
         [completion] = decoder.generate([prompt], sampling)

@@ -16,7 +16,6 @@ from dspark.decode import Decoder, SamplingParams
 from dspark.models.cache import pages_for
 from dspark.models.tiny import held_out_prompts
 from dspark.ops.types import Rule
-from dspark.policy import FixedK
 from dspark.policy.calibration import fit_sts, split_by_request
 from dspark.policy.calibration_report import calibration_report, write_reliability_diagram
 from dspark.policy.traces import Trace, TraceRecorder
@@ -97,11 +96,12 @@ def _record(
     decoder = Decoder(
         pair,
         guesser,
-        recorder.watch(FixedK(guesser.block_size)),
-        rule,
+        rule=rule,
         num_pages=batch * (1 + pages_for(longest, _PAGE_SIZE)),
         page_size=_PAGE_SIZE,
         max_batch=batch,
+        recorder=recorder,
+        margins=True,
     )
     decoder.generate(
         ids,

@@ -11,7 +11,16 @@ from typing import Annotated
 
 import typer
 
-from dspark.cli.setup import RULE_HELP, check_policy, check_rule, load_models, make_policy, needs_profile, read_prompts
+from dspark.cli.setup import (
+    RULE_HELP,
+    check_policy,
+    check_rule,
+    load_models,
+    make_policy,
+    needs_margins,
+    needs_profile,
+    read_prompts,
+)
 from dspark.decode import Decoder, SamplingParams, TreeShape, mean_emitted
 from dspark.measure import measure_cost
 from dspark.models.tiny import Prompt
@@ -108,7 +117,7 @@ def generate(
             draft_len=None if plain else draft_len,
             tree=shape,
             recorder=recorder,
-            margins=recorder is not None,
+            margins=recorder is not None or needs_margins(policy),
         )
         start = time.perf_counter()
         completion = decoder.add_request(tokenizer.encode(text).ids, params)

@@ -29,20 +29,27 @@ from dspark.policy import (
     VerifyPolicy,
 )
 from dspark.policy.calibration import SequentialTemperatures
-from dspark.policy.confidence import Tempered, WithConfidence
+from dspark.policy.confidence import ConfidenceProvider, Tempered, WithConfidence
+from dspark.policy.learned import HeadMarginLogistic, MarginLogistic, OnlineTempered
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 POLICY_HELP = (
     "plain, fixed:K, threshold:T, scheduled, scheduled-lag2, goodput, bandit, oracle or module:Class of your own; "
-    "NAME@FILE with the temperatures that calibrate wrote; gated:NAME, which does not draft while that does not pay."
+    "NAME@FILE with the temperatures that calibrate wrote; NAME@online, NAME@margin, NAME@head+margin with confidences "
+    "that are learnt; gated:NAME, which does not draft while that does not pay."
 )
 _OF_PROFILE: dict[str, Callable[[CostProfile], VerifyPolicy]] = {
     "scheduled": ConfidenceScheduled,
     "scheduled-lag2": lambda profile: ConfidenceScheduled(profile, lag=2),
     "goodput": Goodput,
     "bandit": Bandit,
+}
+_PROVIDERS: dict[str, Callable[[], ConfidenceProvider]] = {
+    "online": OnlineTempered,
+    "margin": MarginLogistic,
+    "head+margin": HeadMarginLogistic,
 }
 _OTHERS = ("plain", "fixed", "threshold", "oracle", "tree")
 RULE_HELP = "coupled, ratio, block, match or recursive"
@@ -136,7 +143,7 @@ def make_policy(name: str, profile: CostProfile | None, accepted: Sequence[int] 
     if name.startswith("gated:"):
         return _gated(name, profile)
     if "@" in name:
-        return _calibrated(name, profile)
+        return _with_confidence(name, profile)
     kind, _, argument = name.partition(":")
     if kind == "fixed" and argument.isdigit():
         return FixedK(int(argument))
@@ -162,6 +169,11 @@ def needs_profile(name: str) -> bool:
     return name.partition("@")[0].partition(":")[0] not in _OTHERS
 
 
+def needs_margins(name: str) -> bool:
+    """Whether the policy looks at the margins of drafts."""
+    return name.partition("@")[2] in ("margin", "head+margin")
+
+
 def _gated(name: str, profile: CostProfile | None) -> VerifyPolicy:
     inner = name.removeprefix("gated:")
     if inner in ("plain", "oracle") or inner.startswith("gated:"):
@@ -172,12 +184,14 @@ def _gated(name: str, profile: CostProfile | None) -> VerifyPolicy:
     return Gated(policy, StepCost(profile))
 
 
-def _calibrated(name: str, profile: CostProfile | None) -> VerifyPolicy:
-    inner, _, path = name.partition("@")
+def _with_confidence(name: str, profile: CostProfile | None) -> VerifyPolicy:
+    inner, _, source = name.partition("@")
     policy = make_policy(inner, profile)
     if policy is None:
         raise ValueError(f"policy {name!r}: plain decoding has no confidences")
-    return WithConfidence(policy, Tempered(SequentialTemperatures.load(path)))
+    if source in _PROVIDERS:
+        return WithConfidence(policy, _PROVIDERS[source]())
+    return WithConfidence(policy, Tempered(SequentialTemperatures.load(source)))
 
 
 def _threshold(name: str, argument: str) -> VerifyPolicy:

@@ -33,9 +33,12 @@ from dspark.policy.traces import Trace
 
 app = typer.Typer()
 
-_POLICIES = ["plain", "fixed:1", "fixed:3", "fixed:7", "scheduled", "gated:scheduled", "oracle"]
+_POLICIES = ["plain", "fixed:1", "fixed:3", "fixed:7", "scheduled", "gated:scheduled", "oracle-sound", "oracle"]
 _CONCURRENCY = [1, 8, 32, 64, 128, 256]
-_POLICY_HELP = f"Repeatable: {POLICY_HELP}"
+_POLICY_HELP = (
+    f"Repeatable: {POLICY_HELP} oracle verifies what will be accepted and no more; oracle-sound the first rejected "
+    "draft as well, as the oracle of ablate does."
+)
 
 
 @app.command()
@@ -153,8 +156,9 @@ def _maker(name: str, draft_len: int) -> PolicyMaker:
     """What makes the policy of that name, checked."""
     if name == "plain":
         return lambda engine: NoSpeculation()
-    if name == "oracle":
-        return lambda engine: Gated(KnownAcceptance(), engine.cost)
+    if name in ("oracle", "oracle-sound"):
+        sound = name == "oracle-sound"
+        return lambda engine: Gated(KnownAcceptance(through_rejected=sound), engine.cost)
     check_policy(name, draft_len)
     inner = name.removeprefix("gated:")
 

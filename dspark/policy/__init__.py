@@ -7,7 +7,7 @@ from dspark.policy.cost import CostProfile
 from dspark.policy.fixed import FixedK
 from dspark.policy.gated import DraftGate, Gated, NoSpeculation
 from dspark.policy.goodput import Goodput
-from dspark.policy.learned import MarginLogistic, OnlineTempered, RunningMean
+from dspark.policy.learned import HeadMarginLogistic, MarginLogistic, OnlineTempered, RunningMean
 from dspark.policy.oracle import DistributionOracle, Oracle
 from dspark.policy.protocol import Outcome, Signals, VerifyPolicy
 from dspark.policy.roofline import H200, RTX_4090, Hardware, ModelSize, roofline_profile
@@ -31,6 +31,7 @@ __all__ = [
     "Gated",
     "Goodput",
     "Hardware",
+    "HeadMarginLogistic",
     "MarginLogistic",
     "ModelSize",
     "NoSpeculation",

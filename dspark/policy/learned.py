@@ -7,6 +7,7 @@ drafts; a shorter one that ended in a rejection would tell as well, but only of 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from dspark.policy.protocol import Outcome, Signals
 
 _PRIOR = 0.8
 _LEAST_CURVATURE = 0.02  # p (1 - p) of a sure prediction would let one surprise undo everything learned
+_LEAST_CHANCE = 1e-4  # heads that are surer than this say no more by it
 
 
 @dataclass(frozen=True)
@@ -127,19 +129,22 @@ class RunningMean(_Learner):
         self._fade("accepted", known.rows, accepted, judged)
 
 
-class MarginLogistic(_Learner):
-    """The lead of the drafter's best token over its second best, through a logistic curve fitted as rounds go by.
+class _Logistic(_Learner):
+    """A logistic curve of what is known of a draft, for each class and position, fitted as rounds go by.
 
-    Each class and position has a curve ``σ(a + b log(1 + margin))``, moved after each round by one Newton step on its
-    judged drafts, the curvature being a fading sum over the past. It begins with 0.8 whatever the margin.
+    After each round a curve moves by one Newton step on its judged drafts, the curvature being a fading sum over the
+    past.
 
     Args:
         decay: what a judged draft is worth one judged draft of its class and position later.
         prior: curvature to begin with, in judged drafts; more learns more slowly.
 
     Raises:
-        ValueError: a number is out of range, or (when asked) the drafter gives no margins.
+        ValueError: a number is out of range, or (when asked) the drafter does not give what the curve is of.
     """
+
+    start: tuple[float, ...]
+    """Weights ``[F]`` that every curve begins with."""
 
     def __init__(self, *, decay: float = 0.999, prior: float = 2.0) -> None:
         super().__init__(decay)
@@ -148,36 +153,78 @@ class MarginLogistic(_Learner):
         self.prior = prior
 
     def __repr__(self) -> str:
-        return f"MarginLogistic(decay={self.decay:g})"
+        return f"{type(self).__name__}(decay={self.decay:g})"
+
+    @abstractmethod
+    def features(self, signals: Signals) -> Tensor:
+        """What is known of each draft, ``[R, G, F]`` float64."""
 
     def confidence(self, signals: Signals) -> Tensor:
-        if signals.margin is None:
-            raise ValueError("margin: MarginLogistic needs the drafter's margins in the signals, got None")
-        lead = signals.margin.double().nan_to_num(0.0).clamp(min=0).log1p()  # [R, G]
-        start = lead.new_tensor([torch.logit(torch.tensor(_PRIOR)).item(), 0.0])
+        features = self.features(signals)
+        shape = (signals.draft_len, len(self.start))
         fresh = {
-            "curve": start.expand(signals.draft_len, 2),
-            "curvature": lead.new_zeros(signals.draft_len, 2, 2),
+            "curve": features.new_tensor(self.start).expand(shape),
+            "curvature": features.new_zeros(*shape, len(self.start)),
         }
-        rows = self._begin(signals, lead, fresh)
-        return torch.sigmoid(self._logits(rows, lead)).float()
+        rows = self._begin(signals, features, fresh)
+        return torch.sigmoid(self._logits(rows, features)).float()
 
-    def _logits(self, rows: list[int], lead: Tensor) -> Tensor:
-        curve = self._state["curve"][rows]  # [R, G, 2]
-        return curve[..., 0] + curve[..., 1] * lead
+    def _logits(self, rows: list[int], features: Tensor) -> Tensor:
+        return (self._state["curve"][rows] * features).sum(-1)  # [R, G]
 
     def _learn(self, known: _Round, outcome: Outcome) -> None:
-        lead = known.shown
-        judged, accepted = outcome.judged(lead.shape[1])
-        features = torch.stack([torch.ones_like(lead), lead], -1)  # [R, G, 2]
-        chance = torch.sigmoid(self._logits(known.rows, lead))
+        features = known.shown
+        judged, accepted = outcome.judged(features.shape[1])
+        chance = torch.sigmoid(self._logits(known.rows, features))
         weight = judged * (chance * (1 - chance)).clamp(min=_LEAST_CURVATURE)
-        outer = features[..., None] * features[..., None, :]  # [R, G, 2, 2]
+        outer = features[..., None] * features[..., None, :]  # [R, G, F, F]
         self._fade("curvature", known.rows, weight[..., None, None] * outer, judged)
-        slope = self._sum(known.rows, (accepted - judged * chance)[..., None] * features)  # [classes, G, 2]
-        ridge = self.prior * _PRIOR * (1 - _PRIOR) * torch.eye(2, dtype=lead.dtype, device=lead.device)
-        step = torch.linalg.solve(self._state["curvature"] + ridge, slope[..., None]).squeeze(-1)
-        self._state["curve"] = self._state["curve"] + step
+        slope = self._sum(known.rows, (accepted - judged * chance)[..., None] * features)  # [classes, G, F]
+        curvature = self._state["curvature"]
+        ridge = self.prior * _PRIOR * (1 - _PRIOR) * torch.eye(curvature.shape[-1]).to(curvature)
+        self._state["curve"] = self._state["curve"] + torch.linalg.solve(curvature + ridge, slope[..., None]).squeeze(
+            -1
+        )
+
+
+class MarginLogistic(_Logistic):
+    """The lead of the drafter's best token over its second best, through a logistic curve fitted as rounds go by.
+
+    The curve is ``σ(a + b log(1 + margin))`` and begins with 0.8 whatever the margin. A margin tells most at
+    temperature 0. Arguments as of the base class: ``decay``, what a judged draft is worth one judged draft of its class
+    and position later; ``prior``, curvature to begin with, in judged drafts.
+    """
+
+    start = (math.log(_PRIOR / (1 - _PRIOR)), 0.0)
+
+    def features(self, signals: Signals) -> Tensor:
+        lead = _lead(self, signals)
+        return torch.stack([torch.ones_like(lead), lead], -1)
+
+
+class HeadMarginLogistic(_Logistic):
+    """The trained head's confidence and the margin, weighed against each other as rounds go by.
+
+    The curve is ``σ(a logit(c) + b log(1 + margin) + d)`` and begins with the head's own confidence. At temperature 0
+    the margin may tell more than the head, at 1 it tells nearly nothing; this learns which. Arguments as of
+    :class:`MarginLogistic`.
+    """
+
+    start = (1.0, 0.0, 0.0)
+
+    def features(self, signals: Signals) -> Tensor:
+        if signals.confidence is None:
+            raise ValueError("confidence: HeadMarginLogistic needs a drafter with a confidence head, got None")
+        lead = _lead(self, signals)
+        sureness = signals.confidence.double().nan_to_num(0.0).logit(eps=_LEAST_CHANCE)
+        return torch.stack([sureness, lead, torch.ones_like(lead)], -1)
+
+
+def _lead(provider: object, signals: Signals) -> Tensor:
+    """``log(1 + margin)``, ``[R, G]`` float64."""
+    if signals.margin is None:
+        raise ValueError(f"margin: {type(provider).__name__} needs the drafter's margins in the signals, got None")
+    return signals.margin.double().nan_to_num(0.0).clamp(min=0).log1p()
 
 
 class OnlineTempered(_Learner):

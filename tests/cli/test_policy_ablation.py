@@ -23,5 +23,5 @@ def test_decoded_recorded_and_simulated() -> None:
     trace = record(target, drafter, prompts, tokens, max_tokens=40)
     assert trace.num_requests == 2
     results = simulated(trace, policies=["scheduled"], concurrency=(4,), requests=16)
-    assert [r.policy for r in results] == ["plain", "scheduled", "oracle"]
+    assert [r.policy for r in results] == ["plain", "scheduled", "oracle-sound", "oracle"]
     assert results[1].tokens_per_s > results[0].tokens_per_s

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dspark.cli.setup import check_policy, make_policy, needs_profile
+from dspark.cli.setup import check_policy, make_policy, needs_margins, needs_profile
 from dspark.policy import CostProfile, FixedK, Outcome, Signals
 from dspark.policy.calibration import SequentialTemperatures
 
@@ -47,11 +47,22 @@ NUMBER = 3
         ("bandit", "Bandit(width=0.3)"),
         ("plain", "None"),
         ("gated:scheduled", "Gated(ConfidenceScheduled(lag=0))"),
+        ("threshold:0.6@margin", "WithConfidence(ConfidenceThreshold(0.6), MarginLogistic(decay=0.999))"),
+        ("scheduled@online", "WithConfidence(ConfidenceScheduled(lag=0), OnlineTempered(TrainedHead()))"),
+        (
+            "gated:scheduled@head+margin",
+            "Gated(WithConfidence(ConfidenceScheduled(lag=0), HeadMarginLogistic(decay=0.999)))",
+        ),
     ],
 )
 def test_names(name: str, words: str) -> None:
     assert repr(make_policy(name, PROFILE)) == words
     check_policy(name, 3)
+
+
+def test_who_needs_margins() -> None:
+    names = ["scheduled", "scheduled@online", "gated:threshold:0.6@margin", "scheduled@head+margin"]
+    assert [needs_margins(name) for name in names] == [False, False, True, True]
 
 
 def test_calibrated_by_a_file(tmp_path: Path) -> None:

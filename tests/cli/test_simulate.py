@@ -32,7 +32,7 @@ def test_the_command_writes_what_it_promises(tmp_path: Path) -> None:
     content = json.loads((out / "results.json").read_text())
     assert content["settings"]["trace"] == "synthetic"
     assert content["settings"]["modelled"]
-    policies = ["plain", "fixed:1", "fixed:3", "fixed:7", "scheduled", "gated:scheduled", "oracle"]
+    policies = ["plain", "fixed:1", "fixed:3", "fixed:7", "scheduled", "gated:scheduled", "oracle-sound", "oracle"]
     assert [(r["policy"], r["concurrency"]) for r in content["results"]] == [(p, c) for c in (2, 3) for p in policies]
     by_policy = {r["policy"]: r for r in content["results"] if r["concurrency"] == 2}
     assert by_policy["plain"]["tau"] == 1

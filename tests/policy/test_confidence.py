@@ -27,7 +27,7 @@ from dspark.policy import (
 )
 from dspark.policy.calibration import SequentialTemperatures
 from dspark.policy.confidence import ConfidenceProvider, ConstantConfidence, Tempered, TrainedHead, WithConfidence
-from dspark.policy.learned import MarginLogistic, OnlineTempered, RunningMean
+from dspark.policy.learned import HeadMarginLogistic, MarginLogistic, OnlineTempered, RunningMean
 from dspark.testing import RatioToy, Turn, assert_exact_law, assert_non_anticipating, random_history, toy_request
 from dspark.testing.strategies import histories
 from tests.decode.pairs import narrow_pair
@@ -39,10 +39,11 @@ PROVIDERS: dict[str, Callable[[], ConfidenceProvider]] = {
     "tempered": lambda: Tempered(SequentialTemperatures((2.0, 0.5, 1.0, 3.0))),
     "online": lambda: OnlineTempered(prior=0.1, decay=0.9),
     "margin": lambda: MarginLogistic(decay=0.9),
+    "head and margin": lambda: HeadMarginLogistic(decay=0.9),
     "mean": lambda: RunningMean(decay=0.9),
     "constant": lambda: ConstantConfidence(0.7),
 }
-LEARNERS = ["online", "margin", "mean"]
+LEARNERS = ["online", "margin", "head and margin", "mean"]
 
 
 def signals(
@@ -102,7 +103,8 @@ def test_p24_a_gate_inside_which_nobody_would_ask_is_refused() -> None:
         (TrainedHead(), "TrainedHead needs a drafter with a confidence head"),
         (OnlineTempered(), "TrainedHead needs a drafter with a confidence head"),
         (Tempered(SequentialTemperatures((1.0,))), "TrainedHead needs a drafter with a confidence head"),
-        (MarginLogistic(), "MarginLogistic needs the drafter's margins"),
+        (MarginLogistic(), "margin: MarginLogistic needs the drafter's margins"),
+        (HeadMarginLogistic(), "confidence: HeadMarginLogistic needs a drafter with a confidence head"),
         (ConstantConfidence((0.5, 0.5)), r'value: expected shape "G" = \[3\], got \[2\]'),
     ],
 )
@@ -254,6 +256,20 @@ def test_the_margins_curve_is_learned() -> None:
     assert float((given - chance).abs().mean()) < LEARNED
     chance, given = served(ConstantConfidence(0.8), ConfidenceThreshold(0.0), 2, overconfident)
     assert float((given - chance).abs().mean()) > LEARNED  # where it began
+
+
+def test_head_and_margin_begin_with_the_head() -> None:
+    shown = signals(torch.tensor([[0.2, 0.5, 0.9], [0.0, 1.0, float("nan")]]), torch.full((2, 3), 2.0))
+    assert HeadMarginLogistic().confidence(shown).flatten().tolist() == pytest.approx(
+        [0.2, 0.5, 0.9, 0.0, 1.0, 0.0], abs=LEARNED
+    )
+
+
+@pytest.mark.parametrize("head", [overconfident, lambda chance: torch.full_like(chance, 0.6)])
+def test_head_and_margin_learn_whom_to_believe(head: Callable[[Tensor], Tensor]) -> None:
+    chance, given = served(HeadMarginLogistic(), ConfidenceThreshold(0.0), 60, head)
+    assert float((given - chance).abs().mean()) < LEARNED
+    assert float((head(chance) - chance).abs().mean()) > LEARNED  # where it began
 
 
 def test_surprises_do_not_break_the_curve() -> None:

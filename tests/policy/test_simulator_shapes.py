@@ -176,6 +176,14 @@ def test_the_gate_rests_longer_after_each_try_that_fails() -> None:
         Gated(FixedK(1), cost, rest=3, max_rest=2)
 
 
+def test_an_oracle_that_verifies_the_first_rejected_draft_pays_for_it() -> None:
+    known, sound = (KnownAcceptance(through_rejected=sound) for sound in (False, True))
+    free, paid = (serve(Replay(TRACE), policy, LIGHT, 96) for policy in (known, sound))
+    assert paid.tau == free.tau
+    assert paid.verified_per_round - free.verified_per_round == pytest.approx(paid.verified_per_round * paid.waste)
+    assert paid.tokens_per_s < free.tokens_per_s
+
+
 def test_the_gate_lets_its_policy_know_what_it_would() -> None:
     told = Gated(KnownAcceptance(), Engine(LIGHT).cost)
     bare, gated = (serve(Replay(TRACE), policy, LIGHT, 8) for policy in (KnownAcceptance(), told))
