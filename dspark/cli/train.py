@@ -17,7 +17,14 @@ from dspark.cli.evaluate import evaluate
 from dspark.models.loading import load_drafter, load_target
 from dspark.models.tiny import load_tokenizer
 from dspark.models.training.corpus import END_OF_TEXT, MASK, crops, documents, special_id, token_stream, train_tokenizer
-from dspark.models.training.drafter import TINY_DRAFTER_SHAPE, DrafterTraining, Rollouts, new_drafter, train_drafter
+from dspark.models.training.drafter import (
+    TINY_DRAFTER_SHAPE,
+    DrafterTraining,
+    Rollouts,
+    new_drafter,
+    train_drafter,
+    trainable,
+)
 from dspark.models.training.export import save_drafter, save_target
 from dspark.models.training.loop import StepLog, Training, initialise
 from dspark.models.training.prompts import PROMPT_TOKENS, openings, write_prompts
@@ -81,17 +88,27 @@ def rollouts(
 
 @app.command()
 def drafter(
-    out: Out = Path("runs/tiny"), steps: Steps = DrafterTraining.steps, seed: Seed = DrafterTraining.seed
+    out: Out = Path("runs/tiny"),
+    steps: Steps = DrafterTraining.steps,
+    rate: Annotated[float, typer.Option(help="Highest learning rate.", min=0.0)] = DrafterTraining.peak_rate,
+    seed: Seed = DrafterTraining.seed,
+    start: Annotated[
+        Path | None, typer.Option("--from", help="Folder of a drafter to go on from; by default it is new.")
+    ] = None,
 ) -> None:
     """Train the DSpark drafter for the target in OUT/target on its rollouts, and pick the held-out prompts."""
-    frozen = load_target(out / "target").network
+    model = load_target(out / "target")
+    frozen = model.network
     tokenizer = load_tokenizer(out / "target")
     if not (out / "rollouts.pt").exists():
         raise FileNotFoundError(f"{out / 'rollouts.pt'}: run 'train rollouts' first")
     written = Rollouts(**torch.load(out / "rollouts.pt"))
-    config = dataclasses.replace(TINY_DRAFTER_SHAPE, mask_token_id=special_id(tokenizer, MASK))
-    network = new_drafter(config, frozen, seed)
-    training = DrafterTraining(steps=steps, seed=seed)
+    if start is None:
+        config = dataclasses.replace(TINY_DRAFTER_SHAPE, mask_token_id=special_id(tokenizer, MASK))
+        network = new_drafter(config, frozen, seed)
+    else:
+        network = trainable(load_drafter(start, model).network)
+    training = DrafterTraining(steps=steps, peak_rate=rate, seed=seed)
     _run(
         train_drafter(network, frozen, written, out / "drafter.pt", training),
         training,

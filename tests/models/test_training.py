@@ -19,7 +19,14 @@ from dspark.models.training.corpus import (
     token_stream,
     train_tokenizer,
 )
-from dspark.models.training.drafter import DrafterTraining, Rollouts, block_losses, new_drafter, train_drafter
+from dspark.models.training.drafter import (
+    DrafterTraining,
+    Rollouts,
+    block_losses,
+    new_drafter,
+    train_drafter,
+    trainable,
+)
 from dspark.models.training.export import save_drafter, save_target
 from dspark.models.training.loop import initialise, learning_rate
 from dspark.models.training.prompts import openings, write_prompts
@@ -164,6 +171,21 @@ def teacher_forced(
             w = torch.tanh(output)
         rows.append(base[k] + markov.markov_w2.weight @ w)
     return torch.stack(rows)
+
+
+def test_training_goes_on_from_an_exported_drafter(stream: np.ndarray, trained: CausalLM, tmp_path: Path) -> None:
+    rollouts = Rollouts(torch.from_numpy(crops(stream, 64, 32, (5,))), prompt_len=4, temperature=torch.ones(64))
+    first = new_drafter(drafter_config("vanilla"), trained, seed=1)
+    before = list(train_drafter(first, trained, rollouts, tmp_path / "first.pt", DRAFTER_RUN))
+    save_target(trained, tmp_path / "target")
+    save_drafter(first, tmp_path / "drafter")
+    again = trainable(load_drafter(tmp_path / "drafter", load_target(tmp_path / "target")).network)
+    kept = [weight.clone() for weight in (again.lm_head.weight, again.embed_tokens.weight)]
+    after = list(train_drafter(again, trained, rollouts, tmp_path / "again.pt", DRAFTER_RUN))
+    assert after[0].loss < 0.9 * before[0].loss  # it begins with what it has learnt
+    assert np.mean([log.loss for log in after[-5:]]) < np.mean([log.loss for log in before[-5:]])
+    for weight, old in zip((again.lm_head.weight, again.embed_tokens.weight), kept, strict=True):
+        torch.testing.assert_close(weight, old, rtol=0, atol=0)
 
 
 def test_exported_models_load(trained: CausalLM, tmp_path: Path) -> None:

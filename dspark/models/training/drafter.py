@@ -69,9 +69,15 @@ def new_drafter(config: DrafterConfig, target: CausalLM, seed: int) -> DSparkNet
     ]
     for own, given in [*copies, *zip(net.layers, last, strict=True)]:
         own.load_state_dict(given.state_dict())
-    net.embed_tokens.requires_grad_(False)
-    net.lm_head.requires_grad_(False)
-    return net
+    return trainable(net)
+
+
+def trainable(network: DSparkNetwork) -> DSparkNetwork:
+    """Ready a drafter, new or loaded, for training: all of it learns but the embedding and the head of the target."""
+    network.requires_grad_(True)
+    network.embed_tokens.requires_grad_(False)
+    network.lm_head.requires_grad_(False)
+    return network
 
 
 @dataclass(frozen=True)
