@@ -34,8 +34,7 @@ from dspark.ops.checks import (
     has_dimensions,
     sampling_fits,
 )
-from dspark.ops.library import rows as library
-from dspark.ops.library.tree import accept_tree_op
+from dspark.ops.library.accept import accept_op
 from dspark.ops.tree_checks import check_tree, tree_fits
 from dspark.ops.types import (
     Backend,
@@ -135,10 +134,7 @@ def accept(
     taken = resolve("accept", backend, target_logits)
     if torch.compiler.is_compiling():
         verdict = _empty(position, max_query_len) if out is None else out
-        if tree is None:
-            library.accept_op(*arguments[:6], q, logprobs, verdict, workspace, taken)
-        else:
-            accept_tree_op(*arguments[:6], q, logprobs, tree, max_branching, verdict, workspace, taken)
+        accept_op(*arguments[:6], q, logprobs, tree, max_branching, verdict, workspace, taken)
         return verdict
     if taken == "triton":
         verdict = _empty(position, max_query_len) if out is None else out
