@@ -20,14 +20,12 @@ from dspark.ops.launch import (
     check_unit_stride,
     contiguous,
     contiguous_sampling,
-    draws_per_program,
     launch,
     padded,
     power_of_two,
     requests_per_program,
     row_config,
     scratch,
-    tiles_per_program,
     verdict_warps,
 )
 from dspark.ops.statistics_triton import Rows, Slots, gather_draft_statistics, gather_statistics, slots_of
@@ -80,19 +78,7 @@ class TreePlan:
     def draw(self) -> tuple[tuple[int], dict[str, Any]]:
         """Grid and constant arguments of ``sample_kernel``."""
         config = self.slots.config
-        block_rows = draws_per_program(max(self.slots.tiles_p2 * config.subs, config.block_sub))
-        return (-(-self.slots.count // block_rows),), {
-            "stride_plane": self.slots.stride_plane,
-            "num_slots": self.slots.count,
-            "vocab_size": self.slots.vocab_size,
-            "num_tiles": self.slots.num_tiles,
-            "nodes": self.nodes,
-            "TILES": self.slots.tiles_p2,
-            "BLOCK_R": block_rows,
-            "BLOCK_V": config.block_vocab,
-            "BLOCK_S": config.block_sub,
-            "num_warps": 4,
-        }
+        return self.slots.draw(max(self.slots.tiles_p2 * config.subs, config.block_sub))
 
     @cached_property
     def verdict(self) -> tuple[tuple[int], dict[str, Any]]:
@@ -133,19 +119,7 @@ class TreePlan:
     @cached_property
     def left_over(self) -> tuple[tuple[int, int], dict[str, Any]]:
         """Grid and constant arguments of ``left_over_kernel``."""
-        config, tiles = self.slots.config, self.slots.num_tiles
-        row_programs = -(-self.slots.count // config.block_rows)
-        return (row_programs, -(-tiles // tiles_per_program(row_programs * tiles))), {
-            "num_slots": self.slots.count,
-            "vocab_size": self.slots.vocab_size,
-            "num_tiles": tiles,
-            "nodes": self.nodes,
-            "children": self.children,
-            "BLOCK_R": config.block_rows,
-            "BLOCK_V": config.block_vocab,
-            "BLOCK_S": config.block_sub,
-            "num_warps": config.num_warps,
-        }
+        return self.slots.grid, self.slots.tiled | {"children": self.children}
 
     @cached_property
     def recursive_verdict(self) -> tuple[tuple[int], dict[str, Any]]:

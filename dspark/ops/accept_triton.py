@@ -21,7 +21,6 @@ from dspark.ops.launch import (
     check_unit_stride,
     contiguous,
     contiguous_sampling,
-    draws_per_program,
     launch,
     padded,
     power_of_two,
@@ -84,18 +83,8 @@ class _Plan:
     @cached_property
     def draw(self) -> tuple[tuple[int], dict[str, Any]]:
         """Grid and constant arguments of ``sample_kernel``."""
-        block_rows = draws_per_program(self.sub_columns)
-        return (-(-self.slots.count // block_rows),), {
-            **self._tiles,
-            "nodes": self.nodes,
-            "num_slots": self.slots.count,
-            "vocab_size": self.slots.vocab_size,
-            "METHOD": "inverse_cdf",
-            "BLOCK_R": block_rows,
-            "BLOCK_V": self.slots.config.block_vocab,
-            "BLOCK_S": self.slots.config.block_sub,
-            "num_warps": 4,
-        }
+        grid, constants = self.slots.draw(self.sub_columns)
+        return grid, constants | {"METHOD": "inverse_cdf"}
 
     @cached_property
     def chain_verdict(self) -> tuple[tuple[int], dict[str, Any]]:
@@ -120,19 +109,8 @@ class _Plan:
     @cached_property
     def mass(self) -> tuple[tuple[int, int], dict[str, Any]]:
         """Grid and constant arguments of ``residual_mass_kernel``."""
-        config = self.slots.config
-        return (-(-self.num_lines // config.block_rows), self.slots.num_tiles), {
-            "num_lines": self.num_lines,
-            "num_slots": self.slots.count,
-            "vocab_size": self.slots.vocab_size,
-            "num_tiles": self.slots.num_tiles,
-            "nodes": self.nodes,
-            "RULE": self.rule,
-            "BLOCK_R": config.block_rows,
-            "BLOCK_V": config.block_vocab,
-            "BLOCK_S": config.block_sub,
-            "num_warps": config.num_warps,
-        }
+        own = {"num_lines": self.num_lines, "RULE": self.rule}
+        return (-(-self.num_lines // self.slots.config.block_rows), self.slots.num_tiles), self.slots.tiled | own
 
     @cached_property
     def ratio_verdict(self) -> tuple[tuple[int], dict[str, Any]]:
