@@ -12,7 +12,6 @@ from dspark.ops.types import Backend, ConfidenceHead, Draft, Sampling, Sequentia
 from dspark.ops.walk_checks import check_options, check_walk
 from dspark.ops.walk_inputs import (
     DraftVocabulary,
-    WalkInputs,
     WalkOutputs,
     WalkTables,
     check_out,
@@ -97,7 +96,7 @@ def draft_walk(
     ... ).tokens.tolist()
     [[2, 0, 1, 2]]
     """
-    check_walk(
+    inputs = check_walk(
         base_logits,
         anchor,
         head,
@@ -108,19 +107,7 @@ def draft_walk(
         stream,
         confidence_hidden=confidence_hidden,
         vocabulary=vocabulary,
-    )
-    inputs = WalkInputs(
-        base_logits,
-        anchor,
-        head,
-        hidden,
-        confidence_head,
-        confidence_hidden,
-        sampling,
-        position,
-        Stream(stream),
-        vocabulary,
-        tables,
+        tables=tables,
     )
     outputs = WalkOutputs(return_logits, logits_dtype, return_margin, return_lse)
     check_options(inputs, outputs)
