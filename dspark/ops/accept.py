@@ -30,6 +30,7 @@ from dspark.ops.checks import (
     check_dtype,
     check_sampling,
     check_shape,
+    check_workspace,
     fits,
     has_dimensions,
     sampling_fits,
@@ -295,9 +296,7 @@ def _check(
         for field, (pattern, dtype) in _VERDICT.items():
             check_shape(f"out.{field}", getattr(out, field), pattern, sizes)
             check_dtype(f"out.{field}", getattr(out, field), (dtype,))
-    if workspace is not None:
-        check_shape("workspace", workspace, "bytes", sizes)
-        check_dtype("workspace", workspace, (torch.uint8,))
+    check_workspace(workspace)
 
 
 def _check_q(q: DraftDistribution | None, rule: Rule, max_query_len: int, sizes: dict[str, int]) -> None:

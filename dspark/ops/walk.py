@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dspark.ops.backend import resolve
-from dspark.ops.checks import check_dtype, check_shape
+from dspark.ops.checks import check_workspace
 from dspark.ops.library import walk as library
 from dspark.ops.types import Backend, ConfidenceHead, Draft, Sampling, SequentialHead, Stream
 from dspark.ops.walk_checks import check_options, check_walk
@@ -113,9 +113,7 @@ def draft_walk(
     check_options(inputs, outputs)
     if out is not None:
         check_out(out, inputs, outputs)
-    if workspace is not None:
-        check_shape("workspace", workspace, "bytes", {})
-        check_dtype("workspace", workspace, (torch.uint8,))
+    check_workspace(workspace)
     taken = resolve("draft_walk", backend, base_logits)
     if torch.compiler.is_compiling():
         draft = empty_draft(inputs, outputs) if out is None else out

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from dspark.ops.backend import resolve
-from dspark.ops.checks import check_dtype, check_shape
+from dspark.ops.checks import check_dtype, check_shape, check_workspace
 from dspark.ops.types import Backend, ConfidenceHead, Draft, MarkovHead, Sampling, Stream
 from dspark.ops.walk_certified_reference import walk_certified_reference
 from dspark.ops.walk_checks import check_walk
@@ -145,6 +145,4 @@ def _check(
     ):
         check_shape(f"table.{name}", getattr(table, name), pattern, sizes)
         check_dtype(f"table.{name}", getattr(table, name), (dtype,))
-    if workspace is not None:
-        check_shape("workspace", workspace, "bytes", {})
-        check_dtype("workspace", workspace, (torch.uint8,))
+    check_workspace(workspace)
