@@ -30,12 +30,12 @@ from dspark.ops.checks import (
     check_dtype,
     check_sampling,
     check_shape,
+    check_workspace,
     fits,
     has_dimensions,
     sampling_fits,
 )
-from dspark.ops.library import rows as library
-from dspark.ops.library.tree import accept_tree_op
+from dspark.ops.library.accept import accept_op
 from dspark.ops.tree_checks import check_tree, tree_fits
 from dspark.ops.types import (
     Backend,
@@ -135,10 +135,7 @@ def accept(
     taken = resolve("accept", backend, target_logits)
     if torch.compiler.is_compiling():
         verdict = _empty(position, max_query_len) if out is None else out
-        if tree is None:
-            library.accept_op(*arguments[:6], q, logprobs, verdict, workspace, taken)
-        else:
-            accept_tree_op(*arguments[:6], q, logprobs, tree, max_branching, verdict, workspace, taken)
+        accept_op(*arguments[:6], q, logprobs, tree, max_branching, verdict, workspace, taken)
         return verdict
     if taken == "triton":
         verdict = _empty(position, max_query_len) if out is None else out
@@ -299,9 +296,7 @@ def _check(
         for field, (pattern, dtype) in _VERDICT.items():
             check_shape(f"out.{field}", getattr(out, field), pattern, sizes)
             check_dtype(f"out.{field}", getattr(out, field), (dtype,))
-    if workspace is not None:
-        check_shape("workspace", workspace, "bytes", sizes)
-        check_dtype("workspace", workspace, (torch.uint8,))
+    check_workspace(workspace)
 
 
 def _check_q(q: DraftDistribution | None, rule: Rule, max_query_len: int, sizes: dict[str, int]) -> None:

@@ -13,24 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dspark.ops.accept_launch import (
+    AcceptPlan,
+    dense_arguments,
+    draw_tokens,
+    gather_for_draw,
+    read_arguments,
+    written_arguments,
+)
 from dspark.ops.launch import (
     RowConfig,
-    check_contiguous,
     check_devices,
     check_unit_stride,
     contiguous,
     contiguous_sampling,
-    draws_per_program,
     launch,
     padded,
-    power_of_two,
     requests_per_program,
-    row_config,
     scratch,
-    tiles_per_program,
     verdict_warps,
 )
-from dspark.ops.statistics_triton import Rows, Slots, gather_draft_statistics, gather_statistics, slots_of
+from dspark.ops.statistics_triton import Rows, gather_draft_statistics, gather_statistics
 from dspark.ops.tree_checks import num_words
 from dspark.ops.types import DenseQ, DraftDistribution, Logprobs, Rule, Sampling, Tree, Verdict
 
@@ -40,24 +43,14 @@ _TILES_AT_A_TIME = 4
 
 
 @dataclass(frozen=True)
-class TreePlan:
-    """What follows from the sizes of a call alone; :func:`plan_of` keeps it from call to call.
+class TreePlan(AcceptPlan):
+    """That of trees; :func:`plan_of` keeps it from call to call.
 
     Attributes:
-        rule: of the call.
-        num_requests: ``R``.
-        nodes: ``N``.
         children: most children of a node, under ``recursive``.
-        slots: of the target's rows.
-        draft_slots: of the draft's.
     """
 
-    rule: Rule
-    num_requests: int
-    nodes: int
     children: int
-    slots: Slots
-    draft_slots: Slots
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -77,42 +70,21 @@ class TreePlan:
         ]
 
     @cached_property
-    def draw(self) -> tuple[tuple[int], dict[str, Any]]:
-        """Grid and constant arguments of ``sample_kernel``."""
-        config = self.slots.config
-        block_rows = draws_per_program(max(self.slots.tiles_p2 * config.subs, config.block_sub))
-        return (-(-self.slots.count // block_rows),), {
-            "stride_plane": self.slots.stride_plane,
-            "num_slots": self.slots.count,
-            "vocab_size": self.slots.vocab_size,
-            "num_tiles": self.slots.num_tiles,
-            "nodes": self.nodes,
-            "TILES": self.slots.tiles_p2,
-            "BLOCK_R": block_rows,
-            "BLOCK_V": config.block_vocab,
-            "BLOCK_S": config.block_sub,
-            "num_warps": 4,
-        }
-
-    @cached_property
     def verdict(self) -> tuple[tuple[int], dict[str, Any]]:
         """Grid and constant arguments of ``tree_verdict_kernel``: a warp per request, or one for each 64 nodes."""
-        constants = {"TILES": self.slots.tiles_p2, "num_warps": max(1, power_of_two(self.nodes) // 64)}
-        return (self.num_requests,), self._by_request | constants
+        return (self.num_requests,), self._by_request | self.tiles | {"num_warps": max(1, self.nodes_p2 // 64)}
 
     @cached_property
     def lines(self) -> tuple[tuple[int], dict[str, Any]]:
         """Grid and constant arguments of ``node_lines_kernel``."""
         block_rows = requests_per_program(1, max(self.slots.tiles_p2, self.draft_slots.tiles_p2))
         return (-(-self.slots.count // block_rows),), {
-            "stride_plane": self.slots.stride_plane,
+            **self.tiles,
             "stride_q_plane": self.draft_slots.stride_plane,
             "num_slots": self.slots.count,
-            "vocab_size": self.slots.vocab_size,
-            "num_tiles": self.slots.num_tiles,
+            "vocab_size": self.vocab_size,
             "q_tiles": self.draft_slots.num_tiles,
             "nodes": self.nodes,
-            "TILES": self.slots.tiles_p2,
             "Q_TILES": self.draft_slots.tiles_p2,
             "BLOCK_R": block_rows,
             "num_warps": 4,
@@ -127,25 +99,13 @@ class TreePlan:
             "children": self.children,
             "SUBS": subs,
             "BLOCK_T": _TILES_AT_A_TIME,
-            "num_warps": verdict_warps(power_of_two(self.nodes) * subs * _TILES_AT_A_TIME),
+            "num_warps": verdict_warps(self.nodes_p2 * subs * _TILES_AT_A_TIME),
         }
 
     @cached_property
     def left_over(self) -> tuple[tuple[int, int], dict[str, Any]]:
         """Grid and constant arguments of ``left_over_kernel``."""
-        config, tiles = self.slots.config, self.slots.num_tiles
-        row_programs = -(-self.slots.count // config.block_rows)
-        return (row_programs, -(-tiles // tiles_per_program(row_programs * tiles))), {
-            "num_slots": self.slots.count,
-            "vocab_size": self.slots.vocab_size,
-            "num_tiles": tiles,
-            "nodes": self.nodes,
-            "children": self.children,
-            "BLOCK_R": config.block_rows,
-            "BLOCK_V": config.block_vocab,
-            "BLOCK_S": config.block_sub,
-            "num_warps": config.num_warps,
-        }
+        return self.slots.grid, self.slots.tiled | {"children": self.children}
 
     @cached_property
     def recursive_verdict(self) -> tuple[tuple[int], dict[str, Any]]:
@@ -153,11 +113,10 @@ class TreePlan:
         config = self.slots.config
         return (self.num_requests,), {
             **self._by_request,
+            **self.tiles,
             "num_slots": self.slots.count,
-            "vocab_size": self.slots.vocab_size,
-            "stride_plane": self.slots.stride_plane,
+            "vocab_size": self.vocab_size,
             "children": self.children,
-            "TILES": self.slots.tiles_p2,
             "BLOCK_V": config.block_vocab,
             "BLOCK_S": config.block_sub,
             "num_warps": 4,
@@ -169,24 +128,11 @@ class TreePlan:
             "num_tiles": self.slots.num_tiles,
             "nodes": self.nodes,
             "WORDS": num_words(self.nodes),
-            "NODES_P2": power_of_two(self.nodes),
+            "NODES_P2": self.nodes_p2,
         }
 
 
-@lru_cache(maxsize=256)
-def plan_of(
-    rule: Rule,
-    num_requests: int,
-    nodes: int,
-    vocab_size: int,
-    draft_vocab_size: int,
-    children: int,
-    config: RowConfig | None,
-) -> TreePlan:
-    """The plan of a call of these sizes."""
-    slots = slots_of(num_requests * nodes, nodes, vocab_size, config or row_config(vocab_size))
-    draft_slots = slots_of(num_requests * nodes, nodes, draft_vocab_size, config or row_config(draft_vocab_size))
-    return TreePlan(rule, num_requests, nodes, children, slots, draft_slots)
+plan_of = lru_cache(maxsize=256)(TreePlan)
 
 
 def workspace_bytes(
@@ -199,7 +145,7 @@ def workspace_bytes(
     config: RowConfig | None = None,
 ) -> int:
     """Bytes of scratch memory that a call of these sizes takes."""
-    return 4 * sum(plan_of(rule, num_requests, nodes, vocab_size, draft_vocab_size, children, config).sizes)
+    return 4 * sum(plan_of(rule, num_requests, nodes, vocab_size, draft_vocab_size, config, children).sizes)
 
 
 def accept_tree_triton(
@@ -237,11 +183,10 @@ def accept_tree_triton(
         tree=tree.parents,
         q=None if dense is None else dense.logits,
     )
-    for name in ("tokens", "num_emitted", "path", "logprobs", "status"):
-        check_contiguous(f"out.{name}", getattr(out, name))
+    written = written_arguments(out, logprobs)
     vocab_size = target_logits.shape[1]
     draft_vocab_size = vocab_size if dense is None else dense.logits.shape[-1]
-    plan = plan_of(rule, position.shape[0], max_query_len, vocab_size, draft_vocab_size, max_branching, config)
+    plan = plan_of(rule, position.shape[0], max_query_len, vocab_size, draft_vocab_size, config, max_branching)
     regions = scratch(plan.sizes, target_logits.device, workspace)
     if plan.num_requests == 0:
         return
@@ -249,28 +194,13 @@ def accept_tree_triton(
     rows = Rows(
         target_logits, contiguous_sampling(sampling), contiguous(position), contiguous(query_start), depth=depth
     )  # fmt: skip
-    read = {
-        "logits_ptr": target_logits,
-        "stride_logits_row": target_logits.stride(0),
-        "tokens_ptr": contiguous(tokens),
-        "query_start_ptr": rows.query_start,
-        "temperature_ptr": rows.sampling.temperature,
-        "num_rows": target_logits.shape[0],
-    }
+    read = read_arguments(rows, tokens)
     shape = {
         "parents_ptr": contiguous(tree.parents),
         "ancestors_ptr": contiguous(tree.ancestors),
         "depth_ptr": depth,
     }
-    written = {
-        "stats_ptr": regions[0],
-        "out_tokens_ptr": out.tokens,
-        "out_path_ptr": out.path,
-        "out_logprobs_ptr": out.logprobs,
-        "out_num_ptr": out.num_emitted,
-        "out_status_ptr": out.status,
-        "RAW": logprobs == "raw",
-    }
+    written["stats_ptr"] = regions[0]
     if rule == "recursive":
         _accept_recursive(rows, plan, regions, dense, read, shape, written)
     else:
@@ -278,11 +208,10 @@ def accept_tree_triton(
 
 
 @cache
-def _drawn_kernels() -> tuple[Any, Any]:
-    from dspark.kernels.chain import sample_kernel
+def _tree_verdict_kernel() -> Any:
     from dspark.kernels.tree import tree_verdict_kernel
 
-    return sample_kernel, tree_verdict_kernel
+    return tree_verdict_kernel
 
 
 @cache
@@ -302,32 +231,10 @@ def _accept_drawn(
     written: dict[str, Any],
 ) -> None:
     """``coupled`` and ``match``."""
-    sample_kernel, tree_verdict_kernel = _drawn_kernels()
-    planes, threshold, drawn = regions
-    sampled, raw = not rows.sampling.all_greedy, written["RAW"]
-    match = sampled and plan.rule == "match"
-    noise = sampled and not match
-    kept = threshold if rows.truncated else None
-    gather_statistics(rows, plan.slots, planes, kept, noise=noise, sums=match or not raw, sub_sums=match, raw=raw)
-    drawn = drawn.view(torch.int64)
-    grid, constants = plan.draw
-    arguments = constants | read
-    del arguments["tokens_ptr"]
-    arguments |= {
-        "seed_ptr": rows.sampling.seed,
-        "position_ptr": rows.position,
-        "depth_ptr": shape["depth_ptr"],
-        "threshold_ptr": kept,
-        "request_ptr": None,
-        "stats_ptr": planes,
-        "token_ptr": drawn,
-        "METHOD": "inverse_cdf" if match else "gumbel" if noise else "greedy",
-    }
-    launch(sample_kernel, grid, arguments)
+    method = gather_for_draw(rows, plan, regions, raw=written["RAW"])
+    drawn = draw_tokens(rows, plan, regions, read, method)
     grid, constants = plan.verdict
-    arguments = constants | read | shape | written
-    arguments |= {"stride_plane": plan.slots.stride_plane, "drawn_ptr": drawn}
-    launch(tree_verdict_kernel, grid, arguments)
+    launch(_tree_verdict_kernel(), grid, constants | read | shape | written | {"drawn_ptr": drawn})
 
 
 def _accept_recursive(
@@ -357,7 +264,7 @@ def _accept_recursive(
     launch(node_lines_kernel, grid, arguments)
 
     record |= {"steps_ptr": steps, "rejected_ptr": rejected, "mass_ptr": mass, "threshold_ptr": kept}
-    record |= _draft_arguments(q)
+    record |= dense_arguments(q)
     drawn = {"seed_ptr": rows.sampling.seed, "position_ptr": rows.position}
     judge_grid, judge = plan.judge
     weigh_grid, weigh = plan.left_over
@@ -372,16 +279,3 @@ def _accept_recursive(
     arguments = constants | read | shape | record | drawn | written
     arguments |= {"SAMPLED": sampled}
     launch(recursive_verdict_kernel, grid, arguments)
-
-
-def _draft_arguments(q: DenseQ | None) -> dict[str, Any]:
-    """What the kernels take of q."""
-    if q is None:
-        return {"q_ptr": None, "q_token_ptr": None, "stride_q_request": 0, "stride_q_row": 0, "q_width": 0}
-    return {
-        "q_ptr": q.logits,
-        "q_token_ptr": None if q.draft_ids is None else contiguous(q.draft_ids),
-        "stride_q_request": q.logits.stride(0),
-        "stride_q_row": q.logits.stride(1),
-        "q_width": q.logits.shape[-1],
-    }

@@ -10,50 +10,42 @@ from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from dspark.ops.accept_launch import (
+    AcceptPlan,
+    dense_arguments,
+    draw_tokens,
+    gather_for_draw,
+    read_arguments,
+    written_arguments,
+)
 from dspark.ops.launch import (
     LINE_FIELDS,
     RowConfig,
-    check_contiguous,
     check_devices,
     check_unit_stride,
     contiguous,
     contiguous_sampling,
-    draws_per_program,
     launch,
     padded,
     power_of_two,
     requests_per_program,
-    row_config,
     scratch,
     verdict_warps,
 )
-from dspark.ops.statistics_triton import Rows, Slots, gather_draft_statistics, gather_statistics, slots_of
+from dspark.ops.statistics_triton import Rows, gather_draft_statistics, gather_statistics
 from dspark.ops.types import DenseQ, DraftDistribution, Logprobs, Rule, Sampling, SparseQ, Verdict
-
-_OUT = ("tokens", "num_emitted", "path", "logprobs", "status")
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What follows from the sizes of a call alone; :func:`_plan_of` keeps it from call to call.
+class _Plan(AcceptPlan):
+    """That of chains; :func:`_plan_of` keeps it from call to call.
 
     Attributes:
-        rule: of the call.
-        num_requests: ``R``.
-        nodes: ``N``.
-        slots: of the target's rows.
-        draft_slots: of the draft's.
         sparse: ``K`` of a sparse q, else 1.
     """
 
-    rule: Rule
-    num_requests: int
-    nodes: int
-    slots: Slots
-    draft_slots: Slots
     sparse: int
 
     @cached_property
@@ -71,31 +63,6 @@ class _Plan:
             return [*shared, padded(2 * self.slots.count)]
         mass = self.num_lines * self.slots.num_tiles * self.slots.config.subs
         return [*shared, self.draft_slots.draft_elements, padded(self.num_lines * LINE_FIELDS), padded(mass)]
-
-    @cached_property
-    def nodes_p2(self) -> int:
-        return power_of_two(self.nodes)
-
-    @cached_property
-    def sub_columns(self) -> int:
-        """Columns that a draw holds of a row: sub-tiles, then the tokens of one."""
-        return max(self.slots.tiles_p2 * self.slots.config.subs, self.slots.config.block_sub)
-
-    @cached_property
-    def draw(self) -> tuple[tuple[int], dict[str, Any]]:
-        """Grid and constant arguments of ``sample_kernel``."""
-        block_rows = draws_per_program(self.sub_columns)
-        return (-(-self.slots.count // block_rows),), {
-            **self._tiles,
-            "nodes": self.nodes,
-            "num_slots": self.slots.count,
-            "vocab_size": self.slots.vocab_size,
-            "METHOD": "inverse_cdf",
-            "BLOCK_R": block_rows,
-            "BLOCK_V": self.slots.config.block_vocab,
-            "BLOCK_S": self.slots.config.block_sub,
-            "num_warps": 4,
-        }
 
     @cached_property
     def chain_verdict(self) -> tuple[tuple[int], dict[str, Any]]:
@@ -120,19 +87,8 @@ class _Plan:
     @cached_property
     def mass(self) -> tuple[tuple[int, int], dict[str, Any]]:
         """Grid and constant arguments of ``residual_mass_kernel``."""
-        config = self.slots.config
-        return (-(-self.num_lines // config.block_rows), self.slots.num_tiles), {
-            "num_lines": self.num_lines,
-            "num_slots": self.slots.count,
-            "vocab_size": self.slots.vocab_size,
-            "num_tiles": self.slots.num_tiles,
-            "nodes": self.nodes,
-            "RULE": self.rule,
-            "BLOCK_R": config.block_rows,
-            "BLOCK_V": config.block_vocab,
-            "BLOCK_S": config.block_sub,
-            "num_warps": config.num_warps,
-        }
+        own = {"num_lines": self.num_lines, "RULE": self.rule}
+        return (-(-self.num_lines // self.slots.config.block_rows), self.slots.num_tiles), self.slots.tiled | own
 
     @cached_property
     def ratio_verdict(self) -> tuple[tuple[int], dict[str, Any]]:
@@ -148,19 +104,11 @@ class _Plan:
             "BLOCK_S": self.slots.config.block_sub,
         }
 
-    @cached_property
-    def _tiles(self) -> dict[str, Any]:
-        return {
-            "stride_plane": self.slots.stride_plane,
-            "num_tiles": self.slots.num_tiles,
-            "TILES": self.slots.tiles_p2,
-        }
-
     def _by_request(self, columns: int) -> tuple[tuple[int], dict[str, Any]]:
         """Grid and arguments of a kernel whose programs take requests, of ``columns`` entries per node."""
         block_requests = requests_per_program(self.nodes_p2, columns)
         return (-(-self.num_requests // block_requests),), {
-            **self._tiles,
+            **self.tiles,
             "num_requests": self.num_requests,
             "NODES": self.nodes,
             "NODES_P2": self.nodes_p2,
@@ -169,19 +117,7 @@ class _Plan:
         }
 
 
-@lru_cache(maxsize=256)
-def _plan_of(
-    rule: Rule,
-    num_requests: int,
-    nodes: int,
-    vocab_size: int,
-    draft_vocab_size: int,
-    sparse: int,
-    config: RowConfig | None,
-) -> _Plan:
-    slots = slots_of(num_requests * nodes, nodes, vocab_size, config or row_config(vocab_size))
-    draft_slots = slots_of(num_requests * nodes, nodes, draft_vocab_size, config or row_config(draft_vocab_size))
-    return _Plan(rule, num_requests, nodes, slots, draft_slots, sparse)
+_plan_of = lru_cache(maxsize=256)(_Plan)
 
 
 def workspace_bytes(
@@ -193,7 +129,7 @@ def workspace_bytes(
     config: RowConfig | None = None,
 ) -> int:
     """Bytes of scratch memory that a call of these sizes takes."""
-    return 4 * sum(_plan_of(rule, num_requests, max_query_len, vocab_size, draft_vocab_size, 1, config).sizes)
+    return 4 * sum(_plan_of(rule, num_requests, max_query_len, vocab_size, draft_vocab_size, config, 1).sizes)
 
 
 def accept_triton(
@@ -227,8 +163,7 @@ def accept_triton(
         seed=sampling.seed,
         q=q.logits if isinstance(q, DenseQ) else q.tokens if isinstance(q, SparseQ) else None,
     )
-    for name in _OUT:
-        check_contiguous(f"out.{name}", getattr(out, name))
+    written = written_arguments(out, logprobs)
     vocab_size = target_logits.shape[1]
     plan = _plan_of(
         rule,
@@ -236,41 +171,25 @@ def accept_triton(
         max_query_len,
         vocab_size,
         q.logits.shape[-1] if isinstance(q, DenseQ) else vocab_size,
-        q.tokens.shape[-1] if isinstance(q, SparseQ) else 1,
         config,
+        q.tokens.shape[-1] if isinstance(q, SparseQ) else 1,
     )
     regions = scratch(plan.sizes, target_logits.device, workspace)
     if plan.num_requests == 0:
         return
     rows = Rows(target_logits, contiguous_sampling(sampling), contiguous(position), contiguous(query_start))
-    verdict = {
-        "logits_ptr": target_logits,
-        "stride_logits_row": target_logits.stride(0),
-        "tokens_ptr": contiguous(tokens),
-        "query_start_ptr": rows.query_start,
-        "temperature_ptr": rows.sampling.temperature,
-        "stats_ptr": regions[0],
-        "num_rows": target_logits.shape[0],
-    }
-    written = {
-        "out_tokens_ptr": out.tokens,
-        "out_path_ptr": out.path,
-        "out_logprobs_ptr": out.logprobs,
-        "out_num_ptr": out.num_emitted,
-        "out_status_ptr": out.status,
-        "RAW": logprobs == "raw",
-    }
+    read = read_arguments(rows, tokens) | {"stats_ptr": regions[0]}
     if rule == "coupled" or rule == "match":
-        _accept_drawn(rows, plan, regions, verdict, written)
+        _accept_drawn(rows, plan, regions, read, written)
     else:
-        _accept_ratio(rows, plan, regions, q, verdict, written)
+        _accept_ratio(rows, plan, regions, q, read, written)
 
 
 @cache
-def _chain_kernels() -> tuple[Any, Any]:
-    from dspark.kernels.chain import chain_verdict_kernel, sample_kernel
+def _chain_verdict_kernel() -> Any:
+    from dspark.kernels.chain import chain_verdict_kernel
 
-    return chain_verdict_kernel, sample_kernel
+    return chain_verdict_kernel
 
 
 @cache
@@ -284,32 +203,11 @@ def _accept_drawn(
     rows: Rows, plan: _Plan, regions: tuple[Tensor, ...], read: dict[str, Any], written: dict[str, Any]
 ) -> None:
     """``coupled`` and ``match``."""
-    chain_verdict_kernel, sample_kernel = _chain_kernels()
-    sampled = not rows.sampling.all_greedy
-    match = sampled and plan.rule == "match"
-    noise = sampled and not match
-    raw = written["RAW"]
-    threshold = regions[1] if rows.truncated else None
-    gather_statistics(
-        rows, plan.slots, regions[0], threshold, noise=noise, sums=match or not raw, sub_sums=match, raw=raw
-    )
-    drawn = None
-    if match:
-        drawn = regions[2].view(torch.int64)
-        grid, constants = plan.draw
-        arguments = constants | read
-        del arguments["tokens_ptr"]
-        arguments |= {
-            "seed_ptr": rows.sampling.seed,
-            "position_ptr": rows.position,
-            "depth_ptr": None,
-            "threshold_ptr": threshold,
-            "request_ptr": None,
-            "token_ptr": drawn,
-        }
-        launch(sample_kernel, grid, arguments)
+    method = gather_for_draw(rows, plan, regions, raw=written["RAW"])
+    drawn = draw_tokens(rows, plan, regions, read, method) if method == "inverse_cdf" else None
     grid, constants = plan.chain_verdict
-    launch(chain_verdict_kernel, grid, constants | read | written | {"drawn_ptr": drawn, "NOISE": noise})
+    own = {"drawn_ptr": drawn, "NOISE": method == "gumbel"}
+    launch(_chain_verdict_kernel(), grid, constants | read | written | own)
 
 
 def _accept_ratio(
@@ -346,18 +244,6 @@ def _accept_ratio(
 
 def _draft_arguments(q: DraftDistribution | None) -> dict[str, Any]:
     """What the kernels take of q; no draft at all is like a point mass."""
-    if isinstance(q, DenseQ):
-        check_unit_stride("q.logits", q.logits)
-        return {
-            "q_ptr": q.logits,
-            "q_token_ptr": None if q.draft_ids is None else contiguous(q.draft_ids),
-            "stride_q_request": q.logits.stride(0),
-            "stride_q_row": q.logits.stride(1),
-            "stride_q_token_request": 0,
-            "stride_q_token_row": 0,
-            "q_width": q.logits.shape[-1],
-            "Q": "dense",
-        }
     if isinstance(q, SparseQ):
         check_unit_stride("q.tokens", q.tokens)
         check_unit_stride("q.logprobs", q.logprobs)
@@ -371,16 +257,8 @@ def _draft_arguments(q: DraftDistribution | None) -> dict[str, Any]:
             "q_width": q.tokens.shape[-1],
             "Q": "sparse",
         }
-    return _POINT
-
-
-_POINT: dict[str, Any] = {
-    "q_ptr": None,
-    "q_token_ptr": None,
-    "stride_q_request": 0,
-    "stride_q_row": 0,
-    "stride_q_token_request": 0,
-    "stride_q_token_row": 0,
-    "q_width": 0,
-    "Q": "point",
-}
+    dense = q if isinstance(q, DenseQ) else None
+    if dense is not None:
+        check_unit_stride("q.logits", dense.logits)
+    kind = "point" if dense is None else "dense"
+    return dense_arguments(dense) | {"stride_q_token_request": 0, "stride_q_token_row": 0, "Q": kind}

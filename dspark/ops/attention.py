@@ -11,7 +11,7 @@ from dspark.ops.attention_config import MAX_HEAD_DIM, Split
 from dspark.ops.attention_reference import WORD_BITS, attend, attention_layout, log_sum_exp
 from dspark.ops.attention_triton import Sizes, attention_triton, config_of, workspace_bytes
 from dspark.ops.backend import resolve
-from dspark.ops.checks import FLOAT_DTYPES, INT_DTYPES, check_dtype, check_shape
+from dspark.ops.checks import FLOAT_DTYPES, INT_DTYPES, check_dtype, check_shape, check_workspace
 from dspark.ops.library import attention as library
 from dspark.ops.types import Backend, PagedKV, QueryBatch
 
@@ -266,6 +266,4 @@ def _check_options(
             raise ValueError("lse: the log-sum-exp is written with return_lse=True only")
         check_shape("lse", lse, "T Hq", sizes)
         check_dtype("lse", lse, (torch.float32,))
-    if workspace is not None:
-        check_shape("workspace", workspace, "bytes", sizes)
-        check_dtype("workspace", workspace, (torch.uint8,))
+    check_workspace(workspace)

@@ -78,6 +78,17 @@ def check_sampling(sampling: Sampling, sizes: dict[str, int]) -> None:
         check_dtype(f"sampling.{field}", tensor, (dtype,))
 
 
+def check_workspace(workspace: Tensor | None) -> None:
+    """Check that scratch memory, where some is given, is ``[bytes]`` uint8.
+
+    Raises:
+        TypeError, ValueError: it is something else.
+    """
+    if workspace is not None:
+        check_shape("workspace", workspace, "bytes", {})
+        check_dtype("workspace", workspace, (torch.uint8,))
+
+
 def fits(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     """Whether ``tensor`` has that shape and dtype: the cheap question, for calls in which nothing is wrong."""
     return isinstance(tensor, Tensor) and tensor.dtype is dtype and tensor.shape == shape

@@ -8,7 +8,6 @@ from dspark.ops.launch import (
     RowConfig,
     check_contiguous,
     check_unit_stride,
-    draws_per_program,
     launch,
     padded,
     row_config,
@@ -44,36 +43,23 @@ def sample_triton(rows: Rows, out: Tensor, workspace: Tensor | None, config: Row
     noise = not rows.sampling.all_greedy
     kept = threshold if rows.truncated else None
     gather_statistics(rows, slots, planes, kept, noise=noise, sums=False, sub_sums=False, raw=False)
-    block_rows = draws_per_program(slots.tiles_p2)
-    launch(
-        sample_kernel,
-        (-(-num_rows // block_rows),),
-        {
-            "logits_ptr": rows.logits,
-            "stride_logits_row": rows.logits.stride(0),
-            "query_start_ptr": None,
-            "seed_ptr": None,
-            "position_ptr": None,
-            "depth_ptr": None,
-            "threshold_ptr": None,
-            "request_ptr": rows.request,
-            "temperature_ptr": rows.sampling.temperature,
-            "stats_ptr": planes,
-            "stride_plane": slots.stride_plane,
-            "token_ptr": out,
-            "num_slots": num_rows,
-            "num_rows": num_rows,
-            "vocab_size": vocab_size,
-            "num_tiles": slots.num_tiles,
-            "METHOD": "gumbel" if noise else "greedy",
-            "nodes": 0,
-            "TILES": slots.tiles_p2,
-            "BLOCK_R": block_rows,
-            "BLOCK_V": slots.config.block_vocab,
-            "BLOCK_S": slots.config.block_sub,
-            "num_warps": 4,
-        },
-    )
+    grid, arguments = slots.draw(slots.tiles_p2)
+    arguments |= {
+        "logits_ptr": rows.logits,
+        "stride_logits_row": rows.logits.stride(0),
+        "query_start_ptr": None,
+        "seed_ptr": None,
+        "position_ptr": None,
+        "depth_ptr": None,
+        "threshold_ptr": None,
+        "request_ptr": rows.request,
+        "temperature_ptr": rows.sampling.temperature,
+        "stats_ptr": planes,
+        "token_ptr": out,
+        "num_rows": num_rows,
+        "METHOD": "gumbel" if noise else "greedy",
+    }
+    launch(sample_kernel, grid, arguments)
 
 
 def truncate_triton(rows: Rows, out: Tensor, workspace: Tensor | None, config: RowConfig | None = None) -> None:

@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.ops.launch import DRAFT_PLANES, STATS_PLANES, RowConfig, launch, padded, power_of_two, tiles_per_program
+from dspark.ops.launch import (
+    DRAFT_PLANES,
+    STATS_PLANES,
+    RowConfig,
+    draws_per_program,
+    launch,
+    padded,
+    power_of_two,
+    tiles_per_program,
+)
 from dspark.ops.types import Sampling, Stream
 
 _KEY_SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
@@ -92,10 +101,9 @@ class Slots:
         return row_programs, -(-self.num_tiles // tiles_per_program(row_programs * self.num_tiles))
 
     @cached_property
-    def statistics(self) -> dict[str, Any]:
-        """Arguments of ``row_statistics_kernel`` that do not change from call to call."""
+    def tiled(self) -> dict[str, Any]:
+        """Constant arguments of a kernel whose programs take tiles of rows."""
         return {
-            "stride_plane": self.stride_plane,
             "num_slots": self.count,
             "vocab_size": self.vocab_size,
             "num_tiles": self.num_tiles,
@@ -105,6 +113,17 @@ class Slots:
             "BLOCK_S": self.config.block_sub,
             "num_warps": self.config.num_warps,
         }
+
+    @cached_property
+    def statistics(self) -> dict[str, Any]:
+        """Arguments of ``row_statistics_kernel`` that do not change from call to call."""
+        return {"stride_plane": self.stride_plane, **self.tiled}
+
+    def draw(self, columns: int) -> tuple[tuple[int], dict[str, Any]]:
+        """Grid and constant arguments of ``sample_kernel``, which holds ``columns`` of a row."""
+        block_rows = draws_per_program(columns)
+        own = {"TILES": self.tiles_p2, "BLOCK_R": block_rows, "num_warps": 4}
+        return (-(-self.count // block_rows),), self.statistics | own
 
     @cached_property
     def threshold(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dspark.ops.backend import resolve
-from dspark.ops.checks import check_dtype, check_shape
+from dspark.ops.checks import check_dtype, check_shape, check_workspace
 from dspark.ops.library import tree as library
 from dspark.ops.tree_checks import RULES_OF_TREES
 from dspark.ops.tree_inputs import TreeInputs, check_tree_out, copy_tree_draft, empty_tree_draft, unsupported
@@ -99,9 +99,7 @@ def draft_tree(
     _check(base_logits, rule, num_nodes, branching, budget, beam, acceptance)
     if out is not None:
         check_tree_out(out, base_logits, rule, num_nodes)
-    if workspace is not None:
-        check_shape("workspace", workspace, "bytes", {})
-        check_dtype("workspace", workspace, (torch.uint8,))
+    check_workspace(workspace)
     left_out = unsupported(head, sampling)
     if left_out is not None and backend == "triton":
         raise ValueError(f"backend: the kernels of draft_tree do not serve {left_out}; use 'auto' or 'reference'")

@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from dspark.ops.backend import resolve
-from dspark.ops.checks import check_dtype, check_shape
+from dspark.ops.checks import check_workspace
 from dspark.ops.library import walk as library
 from dspark.ops.types import Backend, ConfidenceHead, Draft, Sampling, SequentialHead, Stream
 from dspark.ops.walk_checks import check_options, check_walk
 from dspark.ops.walk_inputs import (
     DraftVocabulary,
-    WalkInputs,
     WalkOutputs,
     WalkTables,
     check_out,
@@ -97,7 +96,7 @@ def draft_walk(
     ... ).tokens.tolist()
     [[2, 0, 1, 2]]
     """
-    check_walk(
+    inputs = check_walk(
         base_logits,
         anchor,
         head,
@@ -108,27 +107,13 @@ def draft_walk(
         stream,
         confidence_hidden=confidence_hidden,
         vocabulary=vocabulary,
-    )
-    inputs = WalkInputs(
-        base_logits,
-        anchor,
-        head,
-        hidden,
-        confidence_head,
-        confidence_hidden,
-        sampling,
-        position,
-        Stream(stream),
-        vocabulary,
-        tables,
+        tables=tables,
     )
     outputs = WalkOutputs(return_logits, logits_dtype, return_margin, return_lse)
     check_options(inputs, outputs)
     if out is not None:
         check_out(out, inputs, outputs)
-    if workspace is not None:
-        check_shape("workspace", workspace, "bytes", {})
-        check_dtype("workspace", workspace, (torch.uint8,))
+    check_workspace(workspace)
     taken = resolve("draft_walk", backend, base_logits)
     if torch.compiler.is_compiling():
         draft = empty_draft(inputs, outputs) if out is None else out

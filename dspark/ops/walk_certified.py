@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from dspark.ops.backend import resolve
-from dspark.ops.checks import check_dtype, check_shape
+from dspark.ops.checks import check_dtype, check_shape, check_workspace
 from dspark.ops.types import Backend, ConfidenceHead, Draft, MarkovHead, Sampling, Stream
 from dspark.ops.walk_certified_reference import walk_certified_reference
 from dspark.ops.walk_checks import check_walk
-from dspark.ops.walk_inputs import WalkInputs, WalkOutputs, empty_draft
+from dspark.ops.walk_inputs import WalkOutputs, empty_draft
 from dspark.ops.walk_table import BiasTable
 
 
@@ -93,7 +93,7 @@ def draft_walk_certified(
 
     Graph-safe. Launches of the kernels: 3 without fallback, ``G + 4`` with it.
     """
-    check_walk(
+    inputs = check_walk(
         base_logits,
         anchor,
         head,
@@ -105,17 +105,6 @@ def draft_walk_certified(
         confidence_hidden=confidence_hidden,
     )
     _check(base_logits, head, table, sampling, top_k, workspace)
-    inputs = WalkInputs(
-        base_logits,
-        anchor,
-        head,
-        hidden,
-        confidence_head,
-        confidence_hidden,
-        sampling,
-        position,
-        Stream(stream),
-    )
     if resolve("draft_walk_certified", backend, base_logits) == "reference":
         return CertifiedDraft(*walk_certified_reference(inputs, table, top_k, fallback))
     from dspark.ops.walk_certified_triton import walk_certified_triton
@@ -156,6 +145,4 @@ def _check(
     ):
         check_shape(f"table.{name}", getattr(table, name), pattern, sizes)
         check_dtype(f"table.{name}", getattr(table, name), (dtype,))
-    if workspace is not None:
-        check_shape("workspace", workspace, "bytes", {})
-        check_dtype("workspace", workspace, (torch.uint8,))
+    check_workspace(workspace)

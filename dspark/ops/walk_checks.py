@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dspark.ops.checks import FLOAT_DTYPES, check_dtype, check_sampling, check_shape
 from dspark.ops.types import ConfidenceHead, GatedHead, RNNHead, Sampling, SequentialHead, Stream
-from dspark.ops.walk_inputs import DraftVocabulary, W1Rows, WalkInputs, WalkOutputs
+from dspark.ops.walk_inputs import DraftVocabulary, W1Rows, WalkInputs, WalkOutputs, WalkTables
 
 
 def check_walk(
@@ -24,8 +24,12 @@ def check_walk(
     *,
     confidence_hidden: Tensor | None = None,
     vocabulary: DraftVocabulary | None = None,
-) -> None:
-    """Check what drafting takes, a chain or a tree; raises as :func:`dspark.ops.draft_walk` does."""
+    tables: WalkTables | None = None,
+) -> WalkInputs:
+    """Check what drafting takes, a chain or a tree, and return it; raises as :func:`dspark.ops.draft_walk` does.
+
+    The tables are left to :func:`check_options`.
+    """
     sizes: dict[str, int] = {}
     check_shape("base_logits", base_logits, "R G V", sizes)
     check_dtype("base_logits", base_logits, FLOAT_DTYPES)
@@ -62,6 +66,19 @@ def check_walk(
             own = {letter: sizes["V1"]}
             check_shape("confidence_head.w1", confidence_head.w1, f"{letter} r", own)
             check_shape("confidence_head.weight", confidence_head.weight, "[h;r]", {"[h;r]": sizes["h"] + own["r"]})
+    return WalkInputs(
+        base_logits,
+        anchor,
+        head,
+        hidden,
+        confidence_head,
+        confidence_hidden,
+        sampling,
+        position,
+        Stream(stream),
+        vocabulary,
+        tables,
+    )
 
 
 def check_options(inputs: WalkInputs, outputs: WalkOutputs) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dspark.ops import accept_triton
+from dspark.ops import accept_launch, accept_triton, statistics_triton
 from dspark.ops.accept import RULES_OF_Q, accept
 from dspark.ops.accept_reference import block_verdict, ratio_verdict
 from dspark.ops.checks import FLOAT_DTYPES
@@ -207,9 +207,9 @@ def draw_drafts(rule: Rule, logits: Tensor, sampling: Sampling, position: Tensor
 def wide_programs() -> Iterator[None]:
     """Thousands of requests per program: the interpreter takes as long for one row as for many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accept_triton, "row_config", lambda vocab_size: RowConfig(4096, 16, 16, 4))
+        patch.setattr(accept_launch, "row_config", lambda vocab_size: RowConfig(4096, 16, 16, 4))
         patch.setattr(accept_triton, "requests_per_program", lambda nodes_p2, columns: 2048)
-        patch.setattr(accept_triton, "draws_per_program", lambda columns: 4096)
+        patch.setattr(statistics_triton, "draws_per_program", lambda columns: 4096)
         accept_triton._plan_of.cache_clear()
         yield
     accept_triton._plan_of.cache_clear()

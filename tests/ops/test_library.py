@@ -22,6 +22,7 @@ from dspark.ops import (
     truncate,
 )
 from dspark.ops.library import rows as library
+from dspark.ops.library.accept import flat_q, unflat_q
 from tests.ops.helpers import make_sampling
 from tests.ops.test_triton_accept import CASES, empty_verdict, problem
 
@@ -62,7 +63,7 @@ def test_opcheck_accept(rule: Rule, q: str) -> None:
         rule,
         *library.flat(SAMPLING),
         a["position"],
-        *library.flat_q(a["q"]),
+        *flat_q(a["q"]),
         "raw",
         out.tokens,
         out.num_emitted,
@@ -78,7 +79,7 @@ def test_opcheck_accept(rule: Rule, q: str) -> None:
     "q", [None, PointMass(), DenseQ(torch.zeros(1, 1, 2)), SparseQ(torch.zeros(1), torch.zeros(1))]
 )
 def test_a_draft_distribution_survives_flattening(q: Any) -> None:
-    assert library.unflat_q(*library.flat_q(q)) == q
+    assert unflat_q(*flat_q(q)) == q
 
 
 def compiled(function: Any) -> Any:

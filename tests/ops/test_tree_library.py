@@ -13,6 +13,7 @@ from dspark.ops.accept_tree_triton import accept_tree_triton, workspace_bytes
 from dspark.ops.cost.draft_tree import DraftTreeCall, draft_tree_cost
 from dspark.ops.cost.tree import NodeOutcome, TreeCall, accept_tree_cost
 from dspark.ops.library import rows as library
+from dspark.ops.library.accept import flat_q
 from dspark.ops.library.tree import flat_tree, flat_tree_inputs
 from dspark.ops.tree_inputs import empty_tree_draft
 from dspark.ops.tree_plan import levels_of
@@ -40,7 +41,7 @@ def test_opcheck_accept_tree() -> None:
         rule,
         *library.flat(SAMPLING),
         a["position"],
-        *library.flat_q(a["q"]),
+        *flat_q(a["q"]),
         "raw",
         flat_tree(a["tree"]),
         a["max_branching"],

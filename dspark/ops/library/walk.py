@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dspark.ops.library.define import define
+from dspark.ops.library.rows import SAMPLING, flat
 from dspark.ops.types import (
     Backend,
     ConfidenceHead,
@@ -24,8 +25,7 @@ from dspark.ops.walk_inputs import DraftVocabulary, W1Rows, WalkInputs, WalkOutp
 _HEADS = {"MarkovHead": MarkovHead, "GatedHead": GatedHead, "RNNHead": RNNHead}
 _SCHEMA = (
     "(Tensor base_logits, Tensor anchor, str head_kind, Tensor[] head, Tensor? hidden, Tensor?[] confidence_head, "
-    "Tensor? confidence_hidden, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, "
-    "bool all_greedy, bool any_truncation, Tensor position, int stream, str w1_rows, Tensor[] vocabulary, "
+    f"Tensor? confidence_hidden, {SAMPLING}, Tensor position, int stream, str w1_rows, Tensor[] vocabulary, "
     "Tensor?[] tables, Tensor(a!) out_tokens, Tensor(b!)? out_logits, Tensor(c!)? out_confidence, "
     "Tensor(d!)? out_confidence_logits, Tensor(e!)? out_margin, Tensor(f!)? out_lse, Tensor(g!)? workspace, "
     "str backend) -> ()"
@@ -41,17 +41,15 @@ def draft_walk_op(
 
 def flat_inputs(inputs: WalkInputs) -> tuple[object, ...]:
     """The op's arguments up to ``tables``."""
-    head, confidence, vocabulary, tables = inputs.head, inputs.confidence_head, inputs.vocabulary, inputs.tables
-    s = inputs.sampling
+    confidence, vocabulary, tables = inputs.confidence_head, inputs.vocabulary, inputs.tables
     return (
         inputs.base_logits,
         inputs.anchor,
-        "none" if head is None else type(head).__name__,
-        [] if head is None else [getattr(head, field.name) for field in fields(head)],
+        *flat_head(inputs.head),
         inputs.hidden,
         [] if confidence is None else [confidence.weight, confidence.bias, confidence.w1],
         inputs.confidence_hidden,
-        *(s.temperature, s.top_k, s.top_p, s.min_p, s.seed, s.all_greedy, s.any_truncation),
+        *flat(inputs.sampling),
         inputs.position,
         int(inputs.stream),
         "none" if vocabulary is None else vocabulary.w1_rows,
@@ -63,6 +61,11 @@ def flat_inputs(inputs: WalkInputs) -> tuple[object, ...]:
 def flat_draft(out: Draft) -> tuple[Tensor | None, ...]:
     """The op's outputs."""
     return out.tokens, out.logits, out.confidence, out.confidence_logits, out.margin, out.lse
+
+
+def flat_head(head: SequentialHead | None) -> tuple[str, list[Tensor]]:
+    """Its kind and its fields in order."""
+    return ("none", []) if head is None else (type(head).__name__, [getattr(head, f.name) for f in fields(head)])
 
 
 def head_of(kind: str, tensors: list[Tensor]) -> SequentialHead | None:

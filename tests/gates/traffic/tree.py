@@ -107,7 +107,7 @@ def _outcomes(
     workspace: torch.Tensor, parents: Sequence[Sequence[int]], nodes: int, vocab_size: int, branching: int
 ) -> list[list[NodeOutcome]]:
     """What the kernels noted of each node, read from their scratch memory."""
-    sizes = plan_of("recursive", len(parents), nodes, vocab_size, vocab_size, branching, None).sizes
+    sizes = plan_of("recursive", len(parents), nodes, vocab_size, vocab_size, None, branching).sizes
     first = sum(sizes[:4])
     state = workspace.numpy().view("int32")[first : first + STATE * len(parents) * nodes].reshape(-1, nodes, STATE)
     return [
