@@ -36,10 +36,6 @@ def coupled_chance(p: Tensor, q: Tensor) -> Tensor:
 
     Token x wins both with chance ``1 / sum_y max(p_y / p_x, q_y / q_x)``: an exponential race of the larger rates
     (Daliri, Musco and Suresh, arXiv 2408.07978, has the bound that follows).
-
-    >>> p = torch.tensor([0.7, 0.3], dtype=torch.float64)
-    >>> round(float(coupled_chance(p, p)), 9), round(float(coupled_chance(p, p.flip(0))), 9)
-    (1.0, 0.6)
     """
     order = (p / q).argsort(-1, descending=True)
     p, q = p.gather(-1, order), q.gather(-1, order)
