@@ -21,7 +21,7 @@ from dspark.policy import CostProfile
 
 app = typer.Typer()
 
-_POLICIES = ["fixed:3", "fixed:7", "tree:7", "scheduled", "scheduled-lag2", "oracle"]
+_POLICIES = ["fixed:3", "fixed:7", "tree:7", "scheduled", "oracle"]
 _RULES = ["coupled", "ratio"]
 _TEMPERATURES = [0.0, 1.0]
 
