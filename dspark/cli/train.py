@@ -91,6 +91,10 @@ def drafter(
     out: Out = Path("runs/tiny"),
     steps: Steps = DrafterTraining.steps,
     rate: Annotated[float, typer.Option(help="Highest learning rate.", min=0.0)] = DrafterTraining.peak_rate,
+    coupled_weight: Annotated[
+        float,
+        typer.Option(help="Weight of the chance that rule coupled rejects, as a loss beside the paper's.", min=0.0),
+    ] = DrafterTraining.coupled_weight,
     seed: Seed = DrafterTraining.seed,
     start: Annotated[
         Path | None, typer.Option("--from", help="Folder of a drafter to go on from; by default it is new.")
@@ -108,7 +112,7 @@ def drafter(
         network = new_drafter(config, frozen, seed)
     else:
         network = trainable(load_drafter(start, model).network)
-    training = DrafterTraining(steps=steps, peak_rate=rate, seed=seed)
+    training = DrafterTraining(steps=steps, peak_rate=rate, coupled_weight=coupled_weight, seed=seed)
     _run(
         train_drafter(network, frozen, written, out / "drafter.pt", training),
         training,

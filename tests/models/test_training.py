@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks.headroom import coupled_chance
 from dspark.models import DrafterConfig, DSparkDrafter, Target, load_drafter, load_target, query_batch
 from dspark.models.draft_network import DSparkNetwork
 from dspark.models.training.corpus import (
@@ -23,6 +25,7 @@ from dspark.models.training.drafter import (
     DrafterTraining,
     Rollouts,
     block_losses,
+    coupled_acceptance,
     new_drafter,
     train_drafter,
     trainable,
@@ -87,6 +90,27 @@ def test_drafter_learns_what_its_target_says(head: str, stream: np.ndarray, trai
     assert last < 0.9 * first
     assert np.mean(logs[-1].acceptance) > np.mean(logs[0].acceptance)
     torch.testing.assert_close(network.lm_head.weight, trained.lm_head.weight, rtol=0, atol=0)
+
+
+def test_the_estimate_of_coupled_acceptance_is_unbiased() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.rand(2, 3, 6, generator=generator) ** 2).unbind()
+    p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+    by_token = torch.stack([coupled_acceptance(q.log(), p, torch.full((3,), x)) for x in range(6)], dim=-1)
+    torch.testing.assert_close((by_token * p).sum(-1), coupled_chance(p.double(), q.double()).float())
+    one = torch.tensor([[1.0, 0.0]])  # at temperature 0 it is the chance that q gives that token
+    assert coupled_acceptance(torch.tensor([[0.3, 0.7]]).log(), one, torch.tensor([0])).tolist() == pytest.approx([0.3])
+
+
+def test_training_for_the_coupled_rule_raises_its_acceptance(
+    stream: np.ndarray, trained: CausalLM, tmp_path: Path
+) -> None:
+    rollouts = Rollouts(torch.from_numpy(crops(stream, 64, 32, (5,))), prompt_len=4, temperature=torch.ones(64))
+    run = replace(DRAFTER_RUN, ce_weight=0.0, tv_weight=0.0, confidence_weight=0.0, coupled_weight=1.0)
+    network = new_drafter(drafter_config("vanilla"), trained, seed=1)
+    logs = list(train_drafter(network, trained, rollouts, tmp_path / "drafter.pt", run))
+    first, last = (np.mean([log.loss for log in part]) for part in (logs[:5], logs[-5:]))
+    assert last < 0.9 * first
 
 
 def test_a_stopped_run_goes_on_as_if_it_had_not(stream: np.ndarray, tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from dspark.models.transformer import CausalLM
 from dspark.ops.types import ConfidenceHead
 from dspark.ops.walk import sequential_step
 
+_MAX_LOG_ODDS = 30.0
+
 TINY_DRAFTER_SHAPE = DrafterConfig(
     model=dataclasses.replace(TINY_TARGET_SHAPE, num_hidden_layers=2, layer_windows=(), tie_word_embeddings=False),
     block_size=7,
@@ -44,6 +46,7 @@ class DrafterTraining(Training):
         anchors: blocks cut out of each sequence.
         ce_weight, tv_weight, confidence_weight: weights of the cross-entropy, the total variation (L1) and the
             confidence loss.
+        coupled_weight: weight of the chance that rule ``coupled`` rejects; the paper has no such loss.
     """
 
     steps: int = 7200
@@ -55,6 +58,7 @@ class DrafterTraining(Training):
     ce_weight: float = 0.1
     tv_weight: float = 0.9
     confidence_weight: float = 1.0
+    coupled_weight: float = 0.0
 
 
 def new_drafter(config: DrafterConfig, target: CausalLM, seed: int) -> DSparkNetwork:
@@ -142,13 +146,33 @@ def block_losses(
     cross_entropy = F.nll_loss(log_q.flatten(0, 2), tokens[row, at + 1].flatten(), reduction="none").view_as(distance)
     weight = torch.exp(-torch.arange(block) / block)
     weight = weight / weight.sum()
-    total = ((t.ce_weight * cross_entropy + t.tv_weight * distance) * weight).sum(-1).mean()
+    loss = t.ce_weight * cross_entropy + t.tv_weight * distance
+    if t.coupled_weight:
+        loss = loss + t.coupled_weight * (1 - coupled_acceptance(log_q, p, tokens[row, at + 1]))
+    total = (loss * weight).sum(-1).mean()
     # What decoding would see: there the draft is sampled at the same temperature.
     acceptance = 1 - 0.5 * (_at_temperature(logits.detach(), scale) - p).abs().sum(-1)
     confidence = net.confidence()
     if confidence is not None:
         total = total + t.confidence_weight * _confidence_loss(confidence, hidden, previous, acceptance, weight)
     return Losses(total, acceptance.mean((0, 1)))
+
+
+def coupled_acceptance(log_q: Tensor, p: Tensor, token: Tensor) -> Tensor:
+    """An unbiased estimate ``[...]`` of the chance that rule ``coupled`` accepts a draft.
+
+    With the same Gumbel noise, p and q both draw token x with chance ``1 / sum_y max(p_y / p_x, q_y / q_x)`` (Daliri,
+    Musco and Suresh, arXiv 2408.07978). The sum over x is the mean, over x drawn from p, of that chance over ``p_x``.
+
+    Args:
+        log_q: ``[..., V]`` log-probabilities of the drafter; the estimate is differentiable in them.
+        p: ``[..., V]`` probabilities of the target.
+        token: ``[...]`` int64, drawn from p.
+    """
+    at = token[..., None]
+    p_token = p.gather(-1, at)
+    odds = (log_q - log_q.gather(-1, at)).clamp(max=_MAX_LOG_ODDS).exp()  # q_y / q_x
+    return 1 / torch.maximum(p, p_token * odds).sum(-1)
 
 
 def _at_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
