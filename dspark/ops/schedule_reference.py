@@ -22,6 +22,7 @@ MAX_ROWS = 2**20
 """Rows that a batch may verify: float64 holds all sums of so many survivals."""
 MAX_SPEED = 1e280
 """Steps per second are clamped to this, so that no product overflows."""
+_MANY = 8192
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,10 @@ def schedule_reference(
 
 
 def _ascending(keys: Tensor) -> Tensor:
-    """Sorted integers; numpy sorts them several times as fast as torch on a CPU."""
-    return torch.from_numpy(np.sort(keys.numpy())) if keys.device.type == "cpu" else keys.sort().values
+    """Sorted integers; many of them numpy sorts several times as fast on a CPU, which no graph captures."""
+    if keys.device.type == "cpu" and keys.shape[0] > _MANY:
+        return torch.from_numpy(np.sort(keys.numpy()))
+    return keys.sort().values
 
 
 def _first(count: Tensor, units: Tensor, taken: Tensor) -> Tensor:
