@@ -23,6 +23,7 @@ MAX_ROWS = 2**20
 MAX_SPEED = 1e280
 """Steps per second are clamped to this, so that no product overflows."""
 _MANY = 8192
+"""Drafts above which a CPU sorts them by numpy."""
 
 
 @dataclass(frozen=True)

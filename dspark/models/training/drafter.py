@@ -24,6 +24,7 @@ from dspark.ops.types import ConfidenceHead
 from dspark.ops.walk import sequential_step
 
 _MAX_LOG_ODDS = 30.0
+"""No draft of so small a chance is accepted, and float32 holds its reciprocal."""
 
 TINY_DRAFTER_SHAPE = DrafterConfig(
     model=dataclasses.replace(TINY_TARGET_SHAPE, num_hidden_layers=2, layer_windows=(), tie_word_embeddings=False),
