@@ -13,7 +13,7 @@ from benchmarks.setup import ROWS, Benchmark
 from dspark.models.block_table import BlockTables
 from dspark.models.pool import PagePool
 from dspark.ops import PagedKV, append_kv, commit_kv, copy_pages, rope_append_kv
-from dspark.ops.cache_triton import cache_config
+from dspark.ops.cache.launch import cache_config
 from dspark.ops.cost import Cost
 from dspark.ops.cost.cache import CacheShape, append_kv_cost, commit_kv_cost, copy_pages_cost, rope_append_kv_cost
 from dspark.ops.launch import recorded_launches

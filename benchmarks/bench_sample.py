@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from benchmarks.setup import CONTEXT, LARGE_VOCAB, ROWS, VOCAB, Benchmark, make_
 from dspark.ops import Sampling, sample, truncate
 from dspark.ops.cost import Cost, ProcessCall, SampleCall, process_cost, sample_cost
 from dspark.ops.launch import recorded_launches
-from dspark.ops.process import process_logits
+from dspark.ops.sample.process import process_logits
 from dspark.ops.types import Processors
 
 ROTATING_BYTES = 2**28
@@ -28,7 +27,7 @@ def test_reference(benchmark: Benchmark, requests: int, sampling: Sampling) -> N
 
 
 def test_truncate_reference(benchmark: Benchmark, requests: int) -> None:
-    sampling = replace(make_sampling(requests, 1.0), top_p=torch.full((requests,), 0.9), any_truncation=True)
+    sampling = make_sampling(requests, 1.0)._replace(top_p=torch.full((requests,), 0.9), any_truncation=True)
     thresholds = benchmark(truncate, torch.randn(requests, VOCAB), sampling)
     assert thresholds.shape == (requests,)
 
@@ -103,7 +102,7 @@ def test_process_device_time(benchmark: Any, num_requests: int, penalties: bool)
         if penalties:
             counts = torch.zeros(num_requests, LARGE_VOCAB, dtype=torch.int32, device="cuda")
             number = torch.full((num_requests,), 0.1, device="cuda")
-            processors = replace(processors, output_counts=counts, frequency_penalty=number)
+            processors = processors._replace(output_counts=counts, frequency_penalty=number)
         return lambda: process_logits(
             logits, tokens, query_start, processors=processors, max_query_len=ROWS, backend="triton"
         )

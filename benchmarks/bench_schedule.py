@@ -14,7 +14,7 @@ from benchmarks.setup import DRAFTS, ROWS, Benchmark
 from dspark.ops import schedule_prefix
 from dspark.ops.cost.schedule import ScheduleCall, schedule_cost
 from dspark.ops.launch import recorded_launches
-from dspark.ops.schedule_reference import ScheduleMode
+from dspark.ops.schedule.reference import ScheduleMode
 
 MODES: list[ScheduleMode] = ["early_stop", "global", "budget"]
 

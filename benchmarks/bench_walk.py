@@ -24,9 +24,9 @@ from dspark.ops import (
     draft_walk_certified,
 )
 from dspark.ops.cost.walk import WalkCall, certified_cost, walk_cost
+from dspark.ops.draft.certified_reference import certified_steps
+from dspark.ops.draft.walk_inputs import WalkInputs
 from dspark.ops.launch import recorded_launches
-from dspark.ops.walk_certified_reference import certified_steps
-from dspark.ops.walk_inputs import WalkInputs
 
 ROTATING_BYTES = 2**28
 LARGE_RANK, LARGE_HIDDEN = 256, 2560

@@ -20,8 +20,8 @@ from dspark.models.drafter import DSparkDrafter
 from dspark.models.loading import load_drafter, load_target
 from dspark.models.tiny import held_out_prompts, load_tokenizer, tiny_pair
 from dspark.ops import BiasTable, Draft, MarkovHead, Stream, build_bias_table
-from dspark.ops.walk_certified_reference import certified_steps
-from dspark.ops.walk_inputs import WalkInputs
+from dspark.ops.draft.certified_reference import certified_steps
+from dspark.ops.draft.walk_inputs import WalkInputs
 from dspark.requests import SamplingParams
 
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden"

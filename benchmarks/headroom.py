@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -73,7 +72,7 @@ class _Drafter(DSparkDrafter):
         draft = super().propose(*args, **{**options, "return_logits": True})
         assert draft.logits is not None
         self._seen.draft = draft.logits
-        return draft if options["return_logits"] else replace(draft, logits=None)
+        return draft if options["return_logits"] else draft._replace(logits=None)
 
 
 class _Recorder(TraceRecorder):
@@ -120,7 +119,7 @@ def traces(rule: Rule, max_tokens: int) -> tuple[Trace, Trace]:
     head = recorder.trace()
     order = sorted(range(len(recorder.order)), key=recorder.order.__getitem__)
     chances = torch.stack([seen.chances[i] for i in order]).clamp(0, 1).float().numpy()
-    return head, replace(head, confidence=chances)
+    return head, head._replace(confidence=chances)
 
 
 def ranking(trace: Trace) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from torch import Tensor
 from dspark.models.cache import PagedCache, pages_for, query_batch
 from dspark.models.drafter import Drafter
 from dspark.ops.accept import RULES_OF_Q
+from dspark.ops.draft.tree import MAX_BRANCHING, MAX_NODES
 from dspark.ops.ragged import row_index
-from dspark.ops.tree import MAX_BRANCHING, MAX_NODES
 from dspark.ops.types import DenseQ, QueryBatch, Rule, Sampling, Stream, Tree
 from dspark.processing import Processing
 from dspark.requests import Request, batch_sampling
@@ -127,8 +127,7 @@ class Proposal:
         if self.tree is None:
             return tokens, rows, None
         tree = self.tree.first(rows.max_query_len)
-        rows = replace(
-            rows,
+        rows = rows._replace(
             positions=rows.context_len[request] + tree.depth[request, node].clamp(min=0),
             slots=torch.where(tokens >= 0, rows.slots, -1),
             ancestors=tree.ancestors[request, node],

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import get_args
 
 import torch
@@ -209,7 +208,7 @@ class Decoder:
         if tree is not None:
             commit_kv(self._cache.stacked, verdict.path, verdict.num_emitted, rows.query_start, rows.slots)
         if self._context is not None:
-            self._context.extend(features, replace(rows, slots=_committed_slots(verdict, rows)))
+            self._context.extend(features, rows._replace(slots=_committed_slots(verdict, rows)))
         accepted = (verdict.num_emitted - 1).clamp(min=0)
         batch.context_len = context_len + verdict.num_emitted
         batch.anchor = verdict.tokens.gather(1, accepted[:, None]).squeeze(1)

@@ -7,12 +7,11 @@ whatever was drafted and however many rounds it took.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from dspark.ops.process import count_tokens, process_logits
+from dspark.ops.sample.process import count_tokens, process_logits
 from dspark.ops.types import Processors, Verdict
 from dspark.requests import Request
 
@@ -57,9 +56,9 @@ class Processing:
             banned_tokens=listed([p.banned_tokens for p in params]) if any(p.banned_tokens for p in params) else None,
         )
         if processors.penalises:
-            processors = replace(processors, output_counts=counted(emitted))
+            processors = processors._replace(output_counts=counted(emitted))
         if processors.repetition_penalty is not None:
-            processors = replace(processors, prompt_mask=counted([r.prompt for r in requests]) > 0)
+            processors = processors._replace(prompt_mask=counted([r.prompt for r in requests]) > 0)
         self._processors = processors
 
     @classmethod
@@ -72,7 +71,7 @@ class Processing:
         processors = self._processors
         if any(request.params.allowed_tokens is not None for request in self._requests):
             mask = self._allowed_mask(tokens.tolist(), query_start.tolist()).to(logits.device)
-            processors = replace(processors, allowed_mask=mask)
+            processors = processors._replace(allowed_mask=mask)
         return process_logits(logits, tokens, query_start, processors=processors, max_query_len=max_query_len)
 
     def commit(self, verdict: Verdict, logits: Tensor, query_start: Tensor) -> Verdict:
@@ -94,7 +93,7 @@ class Processing:
         emitted = verdict.path >= 0  # [R, N]
         rows = torch.where(emitted, query_start[:-1, None] + verdict.path, 0)
         logprobs = logits.float().log_softmax(-1)[rows, verdict.tokens.clamp(min=0)]
-        return replace(verdict, logprobs=torch.where(emitted, logprobs, 0.0))
+        return verdict._replace(logprobs=torch.where(emitted, logprobs, 0.0))
 
     def _allowed_mask(self, tokens: list[int], query_start: list[int]) -> Tensor:
         """``[T, ceil(V / 32)]`` int32 bits of what each row's request allows there."""

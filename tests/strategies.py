@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dspark.ops.types import Sampling
+from tests.ops.attention.paged import Heads, Paged, Request, make_paged
 from tests.ops.helpers import make_sampling
-from tests.ops.paged import Heads, Paged, Request, make_paged
 
 SEEDS = st.integers(0, 2**63 - 1)
 NAN = float("nan")

@@ -95,7 +95,7 @@ def test_imports_point_one_way(path: Path) -> None:
         ("policy", "def f():\n    from dspark import models", "dspark.models"),
         ("policy", "from dspark import load_target", "dspark.models"),
         ("policy", "import dspark", "dspark"),
-        ("policy", "import dspark.kernels.walk", "dspark.kernels.walk"),
+        ("policy", "import dspark.kernels.draft.walk", "dspark.kernels.draft.walk"),
         ("models", "from dspark.policy import FixedK", "dspark.policy"),
         ("ops", "from dspark.decode import Decoder", "dspark.decode"),
         ("kernels", "import torch", "torch"),
@@ -112,7 +112,7 @@ def test_an_import_against_the_arrows_is_seen(layer: str, source: str, bad: str)
     ("layer", "source"),
     [
         ("kernels", "from __future__ import annotations\nimport triton\nfrom dspark.kernels import noise"),
-        ("ops", "import torch\nfrom dspark.kernels.walk import walk_kernel"),
+        ("ops", "import torch\nfrom dspark.kernels.draft.walk import walk_kernel"),
         ("policy", "from dspark.ops import schedule_prefix"),
         ("cli", "from dspark import __version__, load_target"),
     ],

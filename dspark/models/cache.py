@@ -13,9 +13,10 @@ from dspark.models.pool import PagePool as PagePool
 from dspark.models.pool import pages_for as pages_for
 from dspark.models.transformer import Attend
 from dspark.ops.attention import verify_attention
-from dspark.ops.attention_reference import AttentionLayout, attend, attention_layout
+from dspark.ops.attention.reference import AttentionLayout, attend, attention_layout
 from dspark.ops.backend import resolve
-from dspark.ops.cache import append_kv, destinations, write
+from dspark.ops.cache import append_kv
+from dspark.ops.cache.reference import destinations, write
 from dspark.ops.checks import check_shape
 from dspark.ops.types import Backend, PagedKV, QueryBatch
 

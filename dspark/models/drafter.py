@@ -10,10 +10,10 @@ from torch import Tensor
 from dspark.models.cache import PagedCache, append_layers, paged_attend
 from dspark.models.draft_network import DSparkNetwork
 from dspark.ops.checks import check_shape
-from dspark.ops.tree import draft_tree
+from dspark.ops.draft.tree import draft_tree
+from dspark.ops.draft.walk import draft_walk
+from dspark.ops.draft.walk_inputs import WalkTables
 from dspark.ops.types import Draft, QueryBatch, Rule, Sampling, Stream, TreeDraft
-from dspark.ops.walk import draft_walk
-from dspark.ops.walk_inputs import WalkTables
 
 SlotConvention = Literal["anchor-first"]
 

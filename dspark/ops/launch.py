@@ -3,9 +3,9 @@
 A request's result does not depend on its batch, nor on how many drafts the others have (contract C8). Tile sizes depend
 on the vocabulary alone, and a tile is summed by one compiled kernel whatever the number of requests and of their nodes.
 How a program takes requests depends on the most nodes of one, and with it the order in which the compiler adds what the
-tiles gave: these sums have no rounding, see ``summable`` in ``dspark.kernels.rows``. The compiler orders the sum within
-a tile by how it loads it, so all this holds between rows of one dtype whose base and stride are all multiples of 16
-(such rows load 16 bytes at a time), and between rows where they are not.
+tiles gave: these sums have no rounding, see ``summable`` in ``dspark.kernels.sample.rows``. The compiler orders the sum
+within a tile by how it loads it, so all this holds between rows of one dtype whose base and stride are all multiples
+of 16 (such rows load 16 bytes at a time), and between rows where they are not.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor
 from dspark.ops.types import Sampling
 
 STATS_PLANES = 7
-"""Planes of a statistics buffer before those of the sub-tiles; their order is in ``dspark.kernels.rows``."""
+"""Planes of a statistics buffer before those of the sub-tiles; their order is in ``dspark.kernels.sample.rows``."""
 DRAFT_PLANES = 2
 LINE_FIELDS = 5
-"""Floats per line of ``dspark.kernels.ratio``."""
+"""Floats per line of ``dspark.kernels.accept.ratio``."""
 _ALIGN = 64  # elements: every region and plane begins at a multiple of 256 bytes
 _WANTED_PROGRAMS = 2048
 _MAX_TILES_PER_PROGRAM = 8
@@ -110,14 +110,30 @@ def scratch(sizes: Sequence[int], device: torch.device, workspace: Tensor | None
     Raises:
         ValueError: the workspace is too small, misaligned, strided, or on another device.
     """
+    if not sizes:
+        return ()
     total = sum(sizes)
     if workspace is None:
         return tuple(torch.empty(total, dtype=torch.float32, device=device).split_with_sizes(sizes))
-    _check_workspace(workspace, 4 * total, device)
+    _check_room(workspace, 4 * total, device)
     return tuple(workspace[: 4 * total].view(torch.float32).split_with_sizes(sizes))
 
 
-def _check_workspace(workspace: Tensor, needed: int, device: torch.device) -> None:
+def check_workspace(workspace: Tensor) -> None:
+    """Check that scratch memory is ``[bytes]`` uint8.
+
+    Raises:
+        TypeError, ValueError: it is something else.
+    """
+    if not isinstance(workspace, Tensor):
+        raise TypeError(f'workspace: expected a tensor "bytes", got {type(workspace).__name__}')
+    if workspace.ndim != 1:
+        raise ValueError(f'workspace: expected shape "bytes" (1 dimensions), got {list(workspace.shape)}')
+    if workspace.dtype is not torch.uint8:
+        raise TypeError(f"workspace: expected dtype uint8, got {str(workspace.dtype).removeprefix('torch.')}")
+
+
+def _check_room(workspace: Tensor, needed: int, device: torch.device) -> None:
     if workspace.numel() < needed:
         raise ValueError(f'workspace: expected shape "bytes" with bytes >= {needed}, got {list(workspace.shape)}')
     if workspace.data_ptr() % 16 or not workspace.is_contiguous():
@@ -173,7 +189,7 @@ def contiguous_sampling(s: Sampling) -> Sampling:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch as the op asked for it."""
+    """One kernel launch as the op asked for it; groups of arguments are NamedTuples."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -200,11 +216,51 @@ def recorded_launches() -> Iterator[list[Launch]]:
         _recorded = before
 
 
-def launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
-    """Launch a kernel on the device of its tensors; every launch of the package goes through here.
+class Kernel:
+    """A kernel as a plan launches it: all but the tensors, and the numbers that change from launch to launch.
 
-    ``arguments`` is the kernel's alone, by name, and is added to. Products and sums are not fused, so that a perturbed
-    score is the sum that the reference rounds.
+    It is the plan of an op that takes one launch and no scratch memory.
+
+    Args:
+        jitted: the kernel, whose first arguments are those that each launch brings.
+        grid: programs.
+        device: of the tensors.
+        constants: its other arguments, and options of the compiler, by name.
+
+    Raises:
+        TypeError: an argument that is no constant comes after one that is.
+    """
+
+    sizes: Sequence[int] = ()
+
+    def __init__(self, jitted: Any, grid: tuple[int, ...], device: torch.device, **constants: Any) -> None:
+        self.jitted, self.grid, self.device = jitted, grid, device
+        names = jitted.arg_names
+        first = len(names) - sum(name in constants for name in names)
+        # Triton binds what comes by position in less time than what comes by name.
+        missing = [name for name in names[first:] if name not in constants]
+        if missing:
+            raise TypeError(f"{jitted.__name__}: {', '.join(missing)} come after arguments that are constants")
+        self.constants = tuple(constants.pop(name) for name in names[first:])
+        # Products and sums are not fused, so that a perturbed score is the sum that the reference rounds.
+        self.options = {**constants, "enable_fp_fusion": False}
+
+    def __call__(self, *arguments: Any) -> None:
+        """Launch it on its device."""
+        if _recorded is not None:
+            named = dict(zip(self.jitted.arg_names, (*arguments, *self.constants), strict=True))
+            _recorded.append(Launch(self.jitted, self.grid, named | self.options))
+        elif self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                self.jitted.run(*arguments, *self.constants, grid=self.grid, warmup=False, **self.options)
+        else:
+            self.jitted.run(*arguments, *self.constants, grid=self.grid, warmup=False, **self.options)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
+    """Launch a kernel on the device of its tensors.
+
+    ``arguments`` is the kernel's alone, by name, and is added to.
     """
     arguments["enable_fp_fusion"] = False
     if _recorded is not None:

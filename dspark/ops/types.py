@@ -8,9 +8,8 @@ as an index.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -36,8 +35,7 @@ class Status(IntEnum):
     """A target row that the request reached held NaN, +inf or nothing but -inf; nothing was drawn from it."""
 
 
-@dataclass(frozen=True)
-class PagedKV:
+class PagedKV(NamedTuple):
     """One layer's paged keys and values; slot ``s`` is row ``s % S`` of page ``s // S``.
 
     Attributes:
@@ -56,8 +54,7 @@ class PagedKV:
         return self.k.shape[-3]
 
 
-@dataclass(frozen=True)
-class QueryBatch:
+class QueryBatch(NamedTuple):
     """``T`` ragged query rows of ``R`` requests over a paged cache.
 
     Row ``i`` of request ``r`` (global row ``query_start[r] + i``) follows ``context_len[r]`` committed tokens. Rows
@@ -83,8 +80,7 @@ class QueryBatch:
     max_query_len: int
 
 
-@dataclass(frozen=True)
-class Sampling:
+class Sampling(NamedTuple):
     """Sampling parameters of ``R`` requests as tensors, applied in the order of transformers' warpers.
 
     Attributes:
@@ -106,8 +102,7 @@ class Sampling:
     any_truncation: bool = True
 
 
-@dataclass(frozen=True)
-class Processors:
+class Processors(NamedTuple):
     """What changes a target's logits before sampling: penalties, banned tokens, masks. A field that is None is off.
 
     ``[R, ...]`` fields describe the request as its anchor leaves it; :func:`dspark.ops.process_logits` adds the drafts
@@ -148,16 +143,14 @@ class Processors:
         return any(penalty is not None for penalty in penalties)
 
 
-@dataclass(frozen=True)
-class MarkovHead:
+class MarkovHead(NamedTuple):
     """``B(x) = W2 · W1[x]`` (eq. 5): ``w1 [V, r]``, ``w2 [V, r]``."""
 
     w1: Tensor
     w2: Tensor
 
 
-@dataclass(frozen=True)
-class GatedHead:
+class GatedHead(NamedTuple):
     """``B(x) = W2 · (σ(gate([h; W1[x]])) ⊙ W1[x])``: ``gate_weight [r, h + r]``, ``gate_bias [r]``."""
 
     w1: Tensor
@@ -166,8 +159,7 @@ class GatedHead:
     gate_bias: Tensor
 
 
-@dataclass(frozen=True)
-class RNNHead:
+class RNNHead(NamedTuple):
     """Recurrent head (eq. 6): ``joint_weight [3r, 2r + h]`` over ``[state; W1[x]; h]``, rows gate, candidate,
     output; ``joint_bias [3r]``."""
 
@@ -180,8 +172,7 @@ class RNNHead:
 SequentialHead = MarkovHead | GatedHead | RNNHead
 
 
-@dataclass(frozen=True)
-class ConfidenceHead:
+class ConfidenceHead(NamedTuple):
     """``c_k = σ(w · [h_k ; W1[x_{k-1}]] + b)`` (eq. 7): ``weight [h (+ r)]``, ``bias []``; ``w1 [V, r]`` or None."""
 
     weight: Tensor
@@ -189,8 +180,7 @@ class ConfidenceHead:
     w1: Tensor | None
 
 
-@dataclass(frozen=True)
-class Draft:
+class Draft(NamedTuple):
     """A drafted block.
 
     Attributes:
@@ -213,8 +203,7 @@ class Draft:
     lse: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Tree:
+class Tree(NamedTuple):
     """Drafted trees of ``R`` requests, ``N`` places for nodes each.
 
     Nodes are in topological order (a parent before its children) and packed: a request's are the first ``num_nodes``.
@@ -250,8 +239,7 @@ class Tree:
         )
 
 
-@dataclass(frozen=True)
-class TreeDraft:
+class TreeDraft(NamedTuple):
     """Drafted trees, and what their nodes were sampled from.
 
     Attributes:
@@ -265,8 +253,7 @@ class TreeDraft:
     logits: Tensor | None
 
 
-@dataclass(frozen=True)
-class DenseQ:
+class DenseQ(NamedTuple):
     """The draft distribution as the scores that the drafts were sampled from; their softmax is q (contract C2).
 
     Attributes:
@@ -279,8 +266,7 @@ class DenseQ:
     draft_ids: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class SparseQ:
+class SparseQ(NamedTuple):
     """The draft distribution as the ``K`` tokens that have any probability.
 
     Attributes:
@@ -292,16 +278,14 @@ class SparseQ:
     logprobs: Tensor
 
 
-@dataclass(frozen=True)
-class PointMass:
+class PointMass(NamedTuple):
     """Every draft was certain (greedy drafts, look-up): q is 1 at the draft and 0 elsewhere."""
 
 
 DraftDistribution = DenseQ | SparseQ | PointMass
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What a verification round emits.
 
     Attributes:

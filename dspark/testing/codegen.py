@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dspark.ops.registry import AMD_TARGETS, TARGETS, KernelEntry
 from dspark.testing.assembly import Reading, read_amd, read_nvidia
 from dspark.testing.pointers import narrow_pointer_products
+from dspark.testing.registry import AMD_TARGETS, TARGETS, KernelEntry
 
 _WORKER = Path(__file__).with_name("codegen_worker.py")
 _TRITON_TARGETS: dict[str, tuple[str, int | str, int]] = {
@@ -54,8 +54,8 @@ def datasheets(
     """Compile every entry for every target, in other processes.
 
     Args:
-        entries: of :func:`dspark.ops.registry.shipped_kernels`, or your own.
-        targets: of :data:`dspark.ops.registry.TARGETS`.
+        entries: of :func:`dspark.testing.registry.shipped_kernels`, or your own.
+        targets: of :data:`dspark.testing.registry.TARGETS`.
         processes: how many compile at a time.
         timeout: seconds that one of them may take.
 
@@ -115,7 +115,7 @@ def _round_up(value: int, step: int) -> int:
 def _job(entry: KernelEntry, target: str) -> dict[str, Any]:
     if target not in _TRITON_TARGETS:
         raise ValueError(f"targets: expected some of {', '.join(_TRITON_TARGETS)}, got {target!r}")
-    unknown = set(entry.aligned) - entry.signature.keys()
+    unknown = set(entry.aligned) - set(_paths(entry.signature))
     if unknown:
         raise ValueError(f"{entry.name}: aligned names {sorted(unknown)}, which the signature lacks")
     return {
@@ -129,6 +129,15 @@ def _job(entry: KernelEntry, target: str) -> dict[str, Any]:
         "options": dict(entry.options),
         "target": _TRITON_TARGETS[target],
     }
+
+
+def _paths(signature: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """``"group.field"`` of every argument."""
+    for name, kind in signature.items():
+        if isinstance(kind, Mapping):
+            yield from _paths(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name
 
 
 def _run(jobs: Sequence[Mapping[str, Any]], timeout: float) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,35 @@ def compile_job(job: dict[str, Any]) -> dict[str, Any]:
 
     module, _, function = job["kernel"].partition(":")
     kernel = getattr(importlib.import_module(module), function)
-    runtime = list(job["signature"])
-    signature = {name: job["signature"].get(name, "constexpr") for name in kernel.arg_names}
-    attributes = {
-        (kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in job["aligned"] if name in runtime
-    }
+    signature = {name: _grouped(name, job["signature"].get(name, "constexpr")) for name in kernel.arg_names}
+
+    def place(path: str) -> tuple[int, ...]:
+        """Where an argument, or a field of a group, stands."""
+        first, *rest = path.split(".")
+        found, kind = [kernel.arg_names.index(first)], signature[first]
+        for name in rest:
+            found.append(kind._fields.index(name))
+            kind = getattr(kind, name)
+        return tuple(found)
+
+    constants = {place(path): value for path, value in job["constexprs"].items()}
+    attributes = {place(path): [["tt.divisibility", 16]] for path in job["aligned"]}
     backend, architecture, warp_size = job["target"]
-    source = ASTSource(kernel, signature, job["constexprs"], attributes)
+    source = ASTSource(kernel, signature, constants, attributes)
     options = {"num_warps": job["num_warps"], "num_stages": job["num_stages"], **job["options"]}
     started = time.perf_counter()
     compiled = triton.compile(source, target=GPUTarget(backend, architecture, warp_size), options=options)
     seconds = time.perf_counter() - started
     texts = _disassemble(compiled.asm["cubin"]) if backend == "cuda" else {"assembly": compiled.asm["amdgcn"]}
     return {"ttir": compiled.asm["ttir"], "shared": compiled.metadata.shared, "seconds": seconds, **texts}
+
+
+def _grouped(name: str, kind: Any) -> Any:
+    """The type of an argument; of a group, a NamedTuple of those of its fields."""
+    if isinstance(kind, str):
+        return kind
+    fields = {key: _grouped(key, inner) for key, inner in kind.items()}
+    return namedtuple(name, fields)(**fields)
 
 
 def _disassemble(cubin: bytes) -> dict[str, str]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dspark.ops.accept import accept
-from dspark.ops.accept_reference import block_verdict, ratio_verdict
+from dspark.ops.accept.reference import block_verdict, ratio_verdict
 from dspark.ops.types import Rule, Sampling
 
 Tokens = tuple[int, ...]
@@ -122,7 +122,7 @@ class ToyRule(Protocol):
 
 
 class RatioToy:
-    """The ``ratio`` rule, its probabilities and residuals from ``ratio_verdict`` of :mod:`dspark.ops.accept_reference`.
+    """The ``ratio`` rule, its probabilities and residuals from ``ratio_verdict`` of :mod:`dspark.ops.accept.reference`.
 
     Drafts are drawn afresh in every round, as the drafter's noise is: its address holds the anchor's position, and no
     two rounds of a request have the same anchor.
@@ -167,7 +167,7 @@ class RatioToy:
 
 
 class BlockToy:
-    """The ``block`` rule, its thresholds and residuals from ``block_verdict`` of :mod:`dspark.ops.accept_reference`.
+    """The ``block`` rule, its thresholds and residuals from ``block_verdict`` of :mod:`dspark.ops.accept.reference`.
 
     The rule compares one number with a threshold for each draft, and looks at the numbers past the last draft that it
     keeps. They are drawn afresh in every round, as the drafts are: their addresses hold the anchor's position.

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from dspark.ops.accept import accept
-from dspark.ops.accept_tree_reference import recursive_verdict
-from dspark.ops.tree_reference import ancestor_words
+from dspark.ops.accept.tree_reference import recursive_verdict
+from dspark.ops.draft.tree_reference import ancestor_words
 from dspark.ops.types import Rule, Sampling, Tree
 from dspark.testing.law import JointLaw
 from dspark.testing.rules import Law, Tokens, ToyRequest
@@ -58,7 +58,7 @@ def without_replacement(q: Sequence[float], count: int) -> list[tuple[Tokens, fl
 
 
 def recursive_judge(p: Law, q: Law, siblings: Tokens) -> tuple[list[float], list[float]]:
-    """:func:`~dspark.ops.accept_tree_reference.recursive_verdict` of one node."""
+    """:func:`~dspark.ops.accept.tree_reference.recursive_verdict` of one node."""
     rows = [torch.tensor(law, dtype=torch.float64) for law in (p, q)]
     chance, residual = recursive_verdict(rows[0], rows[1], torch.tensor(siblings))
     return chance.tolist(), residual.tolist()

@@ -5,31 +5,34 @@ from __future__ import annotations
 import importlib
 
 import pytest
+import torch
 from torch import Tensor
 
 from dspark.decode import Decoder, SamplingParams, TreeShape
-from dspark.ops.backend import TRITON_OPS
+from dspark.ops.op import Op
 from tests.decode.pairs import narrow_pair
 
 pytestmark = pytest.mark.triton
 
-OPS = ("accept", "attention", "cache", "process", "sample", "schedule", "tree", "walk")
-MODULES = ["dspark.models.cache", *(f"dspark.ops.{name}" for name in OPS)]
+MODULES = ["dspark.ops.accept", "dspark.ops.attention", "dspark.ops.draft.tree", "dspark.ops.draft.walk"]
 """Where ops look their implementation up."""
 
 
 def take_kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Let every op that has a kernel run it; returns the set of those that do, as they are called."""
+    """Let every op run its kernel; returns the set of those that do, as they are called."""
     called: set[str] = set()
 
     def resolve(op: str, backend: str, tensor: Tensor) -> str:
-        if op not in TRITON_OPS:
-            return "reference"
         called.add(op)
         return "triton"
 
+    def choose(op: Op, backend: str, device: torch.device) -> str:
+        return resolve(op.name, backend, torch.empty(0))
+
     for module in MODULES:
         monkeypatch.setattr(importlib.import_module(module), "resolve", resolve)
+    monkeypatch.setattr("dspark.models.cache.resolve", resolve)
+    monkeypatch.setattr(Op, "_choose", choose)
     return called
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import dspark.ops
-from dspark.ops.registry import NVIDIA_TARGETS, TARGETS, Budget, KernelEntry, budgets
-from dspark.ops.shipped import CALLS, shipped_kernels
 from dspark.testing.codegen import datasheets, faults, occupancy
+from dspark.testing.registry import NVIDIA_TARGETS, TARGETS, Budget, KernelEntry, budgets
 from tests.gates.kernel_table import DOCUMENT, compiler_of, table_rows, triton_version
+from tests.ops.shipped import CALLS, shipped_kernels
 
 OPS = Path(dspark.ops.__file__).parent
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from dspark.ops.accept import accept
-from dspark.ops.accept_triton import accept_triton, workspace_bytes
+from dspark.ops.accept.launch import accept_triton, workspace_bytes
 from dspark.ops.launch import RowConfig
 from dspark.ops.sample import sample, truncate
 from dspark.ops.types import Backend, DenseQ, Rule, Verdict
@@ -72,8 +71,8 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def assert_same_bits(a: Verdict, b: Verdict) -> None:
-    for field in fields(Verdict):
-        assert torch.equal(_bits(getattr(a, field.name)), _bits(getattr(b, field.name))), field.name
+    for field in Verdict._fields:
+        assert torch.equal(_bits(getattr(a, field)), _bits(getattr(b, field))), field
 
 
 @pytest.mark.triton
@@ -122,7 +121,7 @@ def test_accept_writes_all_of_its_verdict_and_nothing_else(rule: Rule, backend: 
 @given(case=verify_cases())
 def test_sample_and_truncate_write_every_row(case: VerifyCase) -> None:
     request = torch.arange(case.position.shape[0]).repeat_interleave(case.query_start.diff())
-    sampling = replace(case.sampling, any_truncation=True)
+    sampling = case.sampling._replace(any_truncation=True)
     position = case.position[request]
     for backend in ("reference", "triton"):
         with poisoned_empty():

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dspark.ops import append_kv, commit_kv, copy_pages, rope_append_kv
 from dspark.ops.types import PagedKV
-from tests.ops.caches import CACHE_DTYPES, FLOAT8, STACKS, CommitCase, Sizes, Stack, assert_same_bits, make_commit
+from tests.ops.cache.caches import CACHE_DTYPES, FLOAT8, STACKS, CommitCase, Sizes, Stack, assert_same_bits, make_commit
 from tests.tolerances import ROTARY
 
 pytestmark = pytest.mark.skipif(

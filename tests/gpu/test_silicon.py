@@ -6,7 +6,6 @@ Run by ``benchmarks/gpu.sh``, or with ``DSPARK_TEST_DEVICE=cuda pytest tests/gpu
 from __future__ import annotations
 
 import os
-from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -72,11 +71,11 @@ def make_problem(
 
 
 def on_gpu(value: Any) -> Any:
-    """A copy on the GPU, of a tensor or of a dataclass of tensors."""
+    """A copy on the GPU, of a tensor or of a group of tensors."""
     if isinstance(value, Tensor):
         return value.cuda()
     if isinstance(value, (Sampling, DenseQ, SparseQ, Verdict)):
-        return replace(value, **{f.name: on_gpu(getattr(value, f.name)) for f in fields(value)})
+        return type(value)(*map(on_gpu, value))
     return value
 
 
@@ -147,13 +146,13 @@ def test_a_request_is_bitwise_the_same_alone(rule: Rule, q: str) -> None:
                 "target_logits": arguments["target_logits"][rows],
                 "tokens": arguments["tokens"][rows],
                 "query_start": torch.tensor([0, start[r + 1] - start[r]]),
-                "sampling": replace(sampling, **{name: getattr(sampling, name)[r : r + 1] for name in names}),
+                "sampling": sampling._replace(**{name: getattr(sampling, name)[r : r + 1] for name in names}),
                 "position": arguments["position"][r : r + 1],
                 "q": some,
             }
         )
-        for field in fields(Verdict):
-            assert torch.equal(getattr(alone, field.name)[0], getattr(together, field.name)[r]), field.name
+        for field in Verdict._fields:
+            assert torch.equal(getattr(alone, field)[0], getattr(together, field)[r]), field
 
 
 @pytest.mark.parametrize(("rule", "q"), CASES)
@@ -177,16 +176,16 @@ def test_a_replayed_graph_is_the_eager_result(rule: Rule, q: str) -> None:
             _copy_into(static[name], value)
         graph.replay()
         expected = run(r)
-        for field in fields(Verdict):
-            assert torch.equal(getattr(out, field.name), getattr(expected, field.name)), field.name
+        for field in Verdict._fields:
+            assert torch.equal(getattr(out, field), getattr(expected, field)), field
 
 
 def _copy_into(target: Any, source: Any) -> None:
     if isinstance(target, Tensor):
         target.copy_(source)
     elif isinstance(target, (Sampling, DenseQ, SparseQ)):
-        for field in fields(target):
-            _copy_into(getattr(target, field.name), getattr(source, field.name))
+        for field in target._fields:
+            _copy_into(getattr(target, field), getattr(source, field))
 
 
 @pytest.mark.parametrize(("rule", "q"), CASES)
@@ -195,7 +194,7 @@ def test_nothing_around_the_buffers_is_written(rule: Rule, q: str) -> None:
     arguments = make_problem(rule, q, 1000, torch.bfloat16)
     expected = run(arguments)
     logits = guarded(arguments["target_logits"].cuda(), row_gap=8)
-    bands = {field.name: guarded(torch.zeros_like(getattr(expected, field.name))) for field in fields(Verdict)}
+    bands = {field: guarded(torch.zeros_like(getattr(expected, field))) for field in Verdict._fields}
     workspace = guarded(
         torch.zeros(accept_workspace(REQUESTS, NODES, 1000, rule=rule), dtype=torch.uint8, device="cuda")
     )
@@ -204,5 +203,5 @@ def test_nothing_around_the_buffers_is_written(rule: Rule, q: str) -> None:
     accept(**gpu, out=out, workspace=workspace.tensor, backend="triton")
     for band in (logits, workspace, *bands.values()):
         band.check()
-    for field in fields(Verdict):
-        assert torch.equal(getattr(out, field.name), getattr(expected, field.name)), field.name
+    for field in Verdict._fields:
+        assert torch.equal(getattr(out, field), getattr(expected, field)), field

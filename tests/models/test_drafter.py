@@ -170,7 +170,7 @@ def test_extend_skips_rows_without_a_slot(drafter: DSparkDrafter) -> None:
     requests = Requests(drafter, [5])
     before = [kv.k.clone() for kv in requests.cache.layers]
     batch = requests.rows(requests.context, [2])
-    batch = dataclasses.replace(batch, slots=torch.tensor([-1, -1]))
+    batch = batch._replace(slots=torch.tensor([-1, -1]))
     drafter.extend(torch.full((2, len(LAYER_IDS) * HIDDEN), 3.0), batch, requests.cache)
     for old, kv in zip(before, requests.cache.layers, strict=True):
         torch.testing.assert_close(kv.k, old, rtol=0, atol=0, equal_nan=True)
@@ -311,7 +311,7 @@ def test_training_reaches_every_parameter() -> None:
     head, confidence = network.sequential_head(), network.confidence()
     assert isinstance(head, RNNHead)
     assert confidence is not None
-    extra = sum((getattr(head, f.name).sum() for f in dataclasses.fields(head)), torch.tensor(0.0))
+    extra = sum((tensor.sum() for tensor in head), torch.tensor(0.0))
     (F.cross_entropy(logits, torch.arange(BLOCK)) + extra + confidence.weight.sum() + confidence.bias).backward()
     assert [name for name, p in network.named_parameters() if p.grad is None or not p.grad.any()] == []
 

@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dspark.models import DSparkDrafter, Target, load_drafter, load_target, query_batch
+from dspark.ops.draft.certified import draft_walk_certified
+from dspark.ops.draft.certified_table import build_bias_table
+from dspark.ops.draft.walk import draft_walk, sequential_step
+from dspark.ops.draft.walk_inputs import build_walk_tables
 from dspark.ops.types import MarkovHead, QueryBatch, Sampling, Stream
-from dspark.ops.walk import draft_walk, sequential_step
-from dspark.ops.walk_certified import draft_walk_certified
-from dspark.ops.walk_inputs import build_walk_tables
-from dspark.ops.walk_table import build_bias_table
 from tests.models.helpers import poison, scattered_table
 from tests.tolerances import LOGITS
 

@@ -188,7 +188,7 @@ def mixed_sampling(**changes: Any) -> Sampling:
 
 
 def rows_of(verdict: Verdict, request: int) -> dict[str, list[float]]:
-    return {name: getattr(verdict, name)[request].tolist() for name in vars(verdict)}
+    return {name: getattr(verdict, name)[request].tolist() for name in verdict._fields}
 
 
 def assert_same(a: Verdict, b: Verdict, width: int | None = None) -> None:

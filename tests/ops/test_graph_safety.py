@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,11 +29,11 @@ from dspark.ops import (
     verify_attention,
 )
 from dspark.ops.launch import recorded_launches
-from dspark.ops.process import count_tokens, process_logits
+from dspark.ops.sample.process import count_tokens, process_logits
 from dspark.ops.types import DraftDistribution, Processors, Rule
 from dspark.testing.guards import SyncError, forbid_sync
+from tests.ops.attention.paged import Kind, make_paged, make_requests
 from tests.ops.helpers import make_sampling
-from tests.ops.paged import Kind, make_paged, make_requests
 from tests.ops.trees import TREE_RULES, tree_problem
 
 LENGTHS = [3, 0, 1]
@@ -170,7 +169,7 @@ def test_accept_of_trees(rule: Rule, backend: Any) -> None:
 @pytest.mark.parametrize("rule", TREE_RULES)
 def test_draft_tree(rule: Rule, backend: Any) -> None:
     base, w = torch.randn(REQUESTS, 2, VOCAB), torch.randn(VOCAB, 4)
-    sampling = SAMPLING if backend == "reference" else replace(SAMPLING, any_truncation=False)
+    sampling = SAMPLING if backend == "reference" else SAMPLING._replace(any_truncation=False)
     budget = torch.tensor([4, 0, 2])
     with forbid_sync():
         draft_tree(

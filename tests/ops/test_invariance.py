@@ -13,9 +13,9 @@ import torch
 
 from dspark.ops.accept import RULES_OF_Q, accept
 from dspark.ops.launch import recorded_launches
-from dspark.ops.registry import KernelEntry, entry_of_launch, meta
 from dspark.ops.sample import sample
 from dspark.ops.types import DenseQ, Rule, Sampling
+from dspark.testing.registry import KernelEntry, entry_of_launch, meta
 from tests.ops.chains import RULES
 
 pytestmark = pytest.mark.triton

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -23,8 +22,8 @@ from dspark.ops import (
 )
 from dspark.ops.library import rows as library
 from dspark.ops.library.accept import flat_q, unflat_q
+from tests.ops.accept.test_triton_accept import CASES, empty_verdict, problem
 from tests.ops.helpers import make_sampling
-from tests.ops.test_triton_accept import CASES, empty_verdict, problem
 
 SAMPLING = make_sampling([1.0, 0.0, 0.7], [0, 0, 3], seed=[1, 2, 3])
 
@@ -95,8 +94,8 @@ def test_accept_compiles_as_one_graph(rule: Rule, q: str) -> None:
         return accept(**arguments)
 
     expected, verdict = step(arguments), compiled(step)(arguments)
-    for field in fields(Verdict):
-        assert torch.equal(getattr(verdict, field.name), getattr(expected, field.name)), field.name
+    for field in Verdict._fields:
+        assert torch.equal(getattr(verdict, field), getattr(expected, field)), field
 
 
 def test_sample_and_truncate_compile_as_one_graph() -> None:

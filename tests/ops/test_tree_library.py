@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from dspark.ops import Rule, TreeDraft, Verdict, accept, draft_tree
-from dspark.ops.accept_tree_triton import accept_tree_triton, workspace_bytes
+from dspark.ops.accept.tree_launch import accept_tree_triton, workspace_bytes
 from dspark.ops.cost.draft_tree import DraftTreeCall, draft_tree_cost
 from dspark.ops.cost.tree import NodeOutcome, TreeCall, accept_tree_cost
+from dspark.ops.draft.tree_inputs import empty_tree_draft
+from dspark.ops.draft.tree_plan import levels_of
 from dspark.ops.library import rows as library
 from dspark.ops.library.accept import flat_q
 from dspark.ops.library.tree import flat_tree, flat_tree_inputs
-from dspark.ops.tree_inputs import empty_tree_draft
-from dspark.ops.tree_plan import levels_of
 from dspark.ops.types import DenseQ
 from dspark.testing.guards import guarded, poisoned_empty
+from tests.ops.accept.test_triton_accept import empty_verdict
+from tests.ops.accept.test_triton_tree import TINY
+from tests.ops.accept.triton_trees import assert_same_bits, inputs_of
+from tests.ops.draft.walks import make_case
 from tests.ops.helpers import make_sampling
-from tests.ops.test_triton_accept import empty_verdict
-from tests.ops.test_triton_tree import TINY
 from tests.ops.trees import tree_problem
-from tests.ops.triton_trees import assert_same_bits, inputs_of
-from tests.ops.walks import make_case
 
 SAMPLING = make_sampling([1.0, 0.0, 0.7], [0, 0, 3], seed=[1, 2, 3])
 
@@ -66,8 +66,8 @@ def test_accept_of_trees_compiles_as_one_graph() -> None:
     torch._dynamo.reset()
     compiled: Any = torch.compile(step, fullgraph=True, backend="aot_eager")
     expected, verdict = step(arguments), compiled(arguments)
-    for f in fields(Verdict):
-        assert torch.equal(getattr(verdict, f.name), getattr(expected, f.name)), f.name
+    for f in Verdict._fields:
+        assert torch.equal(getattr(verdict, f), getattr(expected, f)), f
 
 
 def test_opcheck_draft_tree() -> None:
@@ -135,13 +135,13 @@ def test_all_of_the_verdict_and_nothing_else_is_written(rule: Rule) -> None:
     branching = arguments["max_branching"] or 1
     with poisoned_empty():
         written = {
-            f.name: guarded(
+            f: guarded(
                 torch.empty(
-                    (3,) if f.name in ("num_emitted", "status") else (3, 5),
-                    dtype=torch.float32 if f.name == "logprobs" else torch.int64,
+                    (3,) if f in ("num_emitted", "status") else (3, 5),
+                    dtype=torch.float32 if f == "logprobs" else torch.int64,
                 )
             )
-            for f in fields(Verdict)
+            for f in Verdict._fields
         }
         workspace = guarded(torch.empty(workspace_bytes(3, 5, 20, 20, rule, branching, TINY), dtype=torch.uint8))
         out = Verdict(**{name: band.tensor for name, band in written.items()})

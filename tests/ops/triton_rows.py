@@ -1,11 +1,11 @@
-"""Device functions of ``dspark.kernels.rows`` as kernels of their own."""
+"""Device functions of ``dspark.kernels.sample.rows`` as kernels of their own."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from dspark.kernels.rows import merge_sums, summable
+from dspark.kernels.sample.rows import merge_sums, summable
 
 
 @triton.jit  # type: ignore[untyped-decorator]

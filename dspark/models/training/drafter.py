@@ -20,8 +20,8 @@ from dspark.models.draft_network import DrafterConfig, DSparkNetwork
 from dspark.models.training.loop import Losses, StepLog, Training, initialise, run_training
 from dspark.models.training.target import TINY_TARGET_SHAPE, causal_attend
 from dspark.models.transformer import CausalLM
+from dspark.ops.draft.walk import sequential_step
 from dspark.ops.types import ConfidenceHead
-from dspark.ops.walk import sequential_step
 
 _MAX_LOG_ODDS = 30.0
 """No draft of so small a chance is accepted, and float32 holds its reciprocal."""

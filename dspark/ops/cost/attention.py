@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dspark.ops.attention_config import AttentionConfig, attention_config, part_sizes
+from dspark.ops.attention.config import AttentionConfig, attention_config, part_sizes
 from dspark.ops.cost.types import Cost
 
 _INDEX = 8  # bytes of a page number, a start, a length, an ancestor word

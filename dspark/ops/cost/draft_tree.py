@@ -13,10 +13,10 @@ from functools import cached_property
 from typing import Literal
 
 from dspark.ops.cost.types import Cost, Tally
+from dspark.ops.draft.tree_plan import Level, TreePlan
+from dspark.ops.draft.walk_plan import WalkConfig, walk_config
 from dspark.ops.tree_checks import num_words
-from dspark.ops.tree_plan import Level, TreePlan
 from dspark.ops.types import Rule
-from dspark.ops.walk_plan import WalkConfig, walk_config
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dspark.ops.cost.types import Cost, Tally
-from dspark.ops.process_triton import ProcessConfig, process_config
+from dspark.ops.sample.process_launch import ProcessConfig, process_config
 
 
 @dataclass(frozen=True)

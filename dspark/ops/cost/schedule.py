@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dspark.ops.cost.types import Cost
-from dspark.ops.schedule_reference import ScheduleMode
-from dspark.ops.schedule_triton import ScheduleConfig, schedule_config
+from dspark.ops.schedule.launch import ScheduleConfig, schedule_config
+from dspark.ops.schedule.reference import ScheduleMode
 
 MOST_KEPT = 4096
-"""Drafts whose keys a program keeps while it sorts; ``dspark.kernels.schedule`` has the same number."""
+"""Drafts whose keys a program keeps while it sorts; ``dspark.kernels.schedule.prefix`` has the same number."""
 
 
 @dataclass(frozen=True)

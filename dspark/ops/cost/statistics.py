@@ -1,4 +1,4 @@
-"""What the passes of :mod:`dspark.ops.statistics_triton` move: they come first in every op over rows of logits."""
+"""What the passes of :mod:`dspark.ops.sample.statistics_launch` move: the first of every op over rows of logits."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from dspark.ops.accept_tree_triton import LINE, STATE, STEP
+from dspark.ops.accept.tree_launch import LINE, STATE, STEP
 from dspark.ops.cost.types import Cost
 from dspark.ops.launch import RowConfig, row_config, tiles_per_program
 from dspark.ops.tree_checks import num_words

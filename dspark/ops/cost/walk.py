@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dspark.ops.cost.types import Cost
-from dspark.ops.walk_certified_triton import SHIPPED, CandidateConfig
-from dspark.ops.walk_plan import PROGRAMS, WalkConfig, walk_config
+from dspark.ops.draft.certified_launch import SHIPPED, CandidateConfig
+from dspark.ops.draft.walk_plan import PROGRAMS, WalkConfig, walk_config
 
 HeadKind = Literal["none", "markov", "gated", "rnn"]
 
@@ -58,7 +58,7 @@ class WalkCall:
 
     @property
     def dot(self) -> str:
-        """How W2 is multiplied, see ``dspark.kernels.walk``; half precision is bfloat16."""
+        """How W2 is multiplied, see ``dspark.kernels.draft.walk``; half precision is bfloat16."""
         if self.weight_itemsize == 4:
             return "float32"
         return "half" if self.head == "markov" else "split"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dspark.ops.attention_config import Split
+from dspark.ops.attention.config import Split
 from dspark.ops.library.define import define
 from dspark.ops.types import Backend, PagedKV, QueryBatch
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-_library = torch.library.Library("dspark", "DEF")
+from dspark.ops.op import _library
 
 
 def define(name: str, schema: str, implementation: Callable[..., None]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import torch
 from torch import Tensor
 
@@ -62,7 +60,7 @@ def process_logits_op(
 
 
 def _flat_processors(processors: Processors) -> list[Tensor | None]:
-    return [getattr(processors, field.name) for field in fields(processors)]
+    return list(processors)
 
 
 def flat(s: Sampling) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, bool, bool]:
@@ -131,7 +129,7 @@ def _process_logits(
     out: Tensor,
     backend: Backend,
 ) -> None:
-    from dspark.ops.process import process_logits
+    from dspark.ops.sample.process import process_logits
 
     process_logits(
         logits,

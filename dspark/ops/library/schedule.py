@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dspark.ops.library.define import define
-from dspark.ops.schedule_reference import ScheduleMode
+from dspark.ops.schedule.reference import ScheduleMode
 from dspark.ops.types import Backend
 
 # Torch calls an implementation with a "mode" of its own, so that argument has another name here.

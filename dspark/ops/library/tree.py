@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dspark.ops.draft.tree_inputs import TreeInputs
 from dspark.ops.library.define import define
 from dspark.ops.library.rows import SAMPLING, flat
 from dspark.ops.library.walk import flat_head, head_of
-from dspark.ops.tree_inputs import TreeInputs
 from dspark.ops.types import Backend, Rule, Sampling, Tree, TreeDraft
 
 _SCHEMA = (
@@ -74,7 +74,7 @@ def _draft_tree(
     workspace: Tensor | None,
     backend: Backend,
 ) -> None:
-    from dspark.ops.tree import draft_tree
+    from dspark.ops.draft.tree import draft_tree
 
     draft_tree(
         base_logits,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import torch
 from torch import Tensor
 
+from dspark.ops.draft.walk_inputs import DraftVocabulary, W1Rows, WalkInputs, WalkOutputs, WalkTables
 from dspark.ops.library.define import define
 from dspark.ops.library.rows import SAMPLING, flat
 from dspark.ops.types import (
@@ -20,7 +19,6 @@ from dspark.ops.types import (
     SequentialHead,
     Stream,
 )
-from dspark.ops.walk_inputs import DraftVocabulary, W1Rows, WalkInputs, WalkOutputs, WalkTables
 
 _HEADS = {"MarkovHead": MarkovHead, "GatedHead": GatedHead, "RNNHead": RNNHead}
 _SCHEMA = (
@@ -65,7 +63,7 @@ def flat_draft(out: Draft) -> tuple[Tensor | None, ...]:
 
 def flat_head(head: SequentialHead | None) -> tuple[str, list[Tensor]]:
     """Its kind and its fields in order."""
-    return ("none", []) if head is None else (type(head).__name__, [getattr(head, f.name) for f in fields(head)])
+    return ("none", []) if head is None else (type(head).__name__, list(head))
 
 
 def head_of(kind: str, tensors: list[Tensor]) -> SequentialHead | None:
@@ -103,7 +101,7 @@ def _draft_walk(
     workspace: Tensor | None,
     backend: Backend,
 ) -> None:
-    from dspark.ops.walk import draft_walk
+    from dspark.ops.draft.walk import draft_walk
 
     confidence = None
     if confidence_head:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from dspark.ops.cache import append_kv, commit_kv, copy_pages, rope_append_kv
-from dspark.ops.cache_triton import cache_config
+from dspark.ops.cache.launch import cache_config
 from dspark.ops.cost import Cost
 from dspark.ops.cost.cache import CacheShape, append_kv_cost, commit_kv_cost, copy_pages_cost, rope_append_kv_cost
 from dspark.ops.types import PagedKV

@@ -8,7 +8,7 @@ import torch
 
 from dspark.ops.cost import Cost
 from dspark.ops.cost.draft_tree import DraftTreeCall, draft_tree_cost
-from dspark.ops.tree import draft_tree
+from dspark.ops.draft.tree import draft_tree
 from dspark.ops.types import MarkovHead, Sampling
 from tests.gates.traffic.case import Case
 

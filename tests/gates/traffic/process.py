@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from dspark.ops.cost import Cost, ProcessCall, process_cost
-from dspark.ops.process import process_logits
+from dspark.ops.sample.process import process_logits
 from dspark.ops.types import Processors
 from tests.gates.traffic.case import Case
 

@@ -6,8 +6,8 @@ import torch
 
 from dspark.ops.cost import Cost
 from dspark.ops.cost.schedule import ScheduleCall, schedule_cost
-from dspark.ops.schedule_reference import ScheduleMode
-from dspark.ops.schedule_triton import ScheduleConfig, schedule_triton
+from dspark.ops.schedule.launch import ScheduleConfig, schedule_triton
+from dspark.ops.schedule.reference import ScheduleMode
 from tests.gates.traffic.case import Case
 
 CHUNKED = ScheduleConfig(block_requests=4, block_slots=4, block_ranked=8)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from dspark.ops.accept import accept, accept_workspace
-from dspark.ops.accept_tree_triton import STATE, plan_of
+from dspark.ops.accept.tree_launch import STATE, plan_of
 from dspark.ops.cost import Cost
 from dspark.ops.cost.tree import NodeOutcome, TreeCall, accept_tree_cost
 from dspark.ops.types import DenseQ, Rule, Sampling, Tree

@@ -7,6 +7,10 @@ from torch import Tensor
 
 from dspark.ops.cost import Cost
 from dspark.ops.cost.walk import WalkCall, certified_cost, walk_cost
+from dspark.ops.draft.certified import draft_walk_certified
+from dspark.ops.draft.certified_table import build_bias_table
+from dspark.ops.draft.walk import draft_walk
+from dspark.ops.draft.walk_inputs import build_walk_tables
 from dspark.ops.types import (
     ConfidenceHead,
     GatedHead,
@@ -16,10 +20,6 @@ from dspark.ops.types import (
     SequentialHead,
     Stream,
 )
-from dspark.ops.walk import draft_walk
-from dspark.ops.walk_certified import draft_walk_certified
-from dspark.ops.walk_inputs import build_walk_tables
-from dspark.ops.walk_table import build_bias_table
 from tests.gates.traffic.case import Case
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
