@@ -9,8 +9,8 @@ do after that is left out. The tensors are on the CPU: memory is taken from its 
 compute.
 
 Two commits are compared by two processes, one for each, which measure in turn: one op, some calls here and as many
-there, and again. Other programs on the machine slow both alike. A ratio is the median of those of the rounds; beside it
-are their 20th and 80th percentiles.
+there, and again. Other programs on the machine slow both alike, so read the ratios: the median of those of the rounds,
+and beside it their 20th and 80th percentiles.
 """
 
 from __future__ import annotations
@@ -29,10 +29,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
 
-from benchmarks.host_launches import launches_stopped
-
 ROOT = Path(__file__).parent.parent
-ROUNDS, CALLS = 15, 200
+ROUNDS, CALLS = 40, 60
 SUM = "sum"
 
 
@@ -44,7 +42,7 @@ class Timing(TypedDict):
 
 
 class Comparison(TypedDict):
-    """Microseconds per call (the median of the rounds' medians) and after / before in the rounds."""
+    """Microseconds per call in a good round (the 20th percentile of medians), and after / before in the rounds."""
 
     op: str
     before: float
@@ -69,7 +67,7 @@ def make_calls() -> dict[str, Callable[[], Any]]:
 
 def measure(call: Callable[[], Any], calls: int) -> Timing:
     """Time calls one by one, in one thread, without collections of garbage."""
-    for _ in range(min(calls, 20)):
+    for _ in range(min(calls, 10)):
         call()
     clock, times = time.perf_counter_ns, []
     gc.collect()
@@ -81,12 +79,13 @@ def measure(call: Callable[[], Any], calls: int) -> Timing:
             times.append(clock() - start)
     finally:
         gc.enable()
-    times.sort()
-    return Timing(median=statistics.median(times) / 1000, p5=times[len(times) // 20] / 1000)
+    return Timing(median=statistics.median(times) / 1000, p5=_percentile(times, 5) / 1000)
 
 
 def serve(requests: Iterable[str]) -> None:
     """Answer lines ``{"op": ..., "calls": ...}`` with a :class:`Timing` each; say first what can be asked for."""
+    from benchmarks.host_launches import launches_stopped
+
     calls = make_calls()
     with launches_stopped() as launches:
         counted = {op: launches.count(op, call) for op, call in calls.items()}
@@ -182,16 +181,19 @@ def compare(before: Side, after: Side, ops: Sequence[str], rounds: int, calls: i
 
 
 def _compared(op: str, before: list[float], after: list[float]) -> Comparison:
-    ratios = sorted(b / a for a, b in zip(before, after, strict=True))
-    last = len(ratios) - 1
+    ratios = [b / a for a, b in zip(before, after, strict=True)]
     return Comparison(
         op=op,
-        before=statistics.median(before),
-        after=statistics.median(after),
+        before=_percentile(before, 20),
+        after=_percentile(after, 20),
         ratio=statistics.median(ratios),
-        p20=ratios[round(0.2 * last)],
-        p80=ratios[round(0.8 * last)],
+        p20=_percentile(ratios, 20),
+        p80=_percentile(ratios, 80),
     )
+
+
+def _percentile(values: Sequence[float], per_cent: int) -> float:
+    return sorted(values)[round(per_cent / 100 * (len(values) - 1))]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

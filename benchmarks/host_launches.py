@@ -1,7 +1,7 @@
-"""Triton's host side with no GPU: all that ``JITFunction.run`` does up to the launch, and nothing after it.
+"""Triton's host side with no GPU: all that it does up to the launch, and nothing after it.
 
-What is replaced is the driver, the compiler and the compiled kernel. Triton's own code makes the binder, the key and
-the grid, and looks the compiled kernel up.
+What is replaced is the driver, the compiler and what a compiled kernel calls to be launched. Triton's own code makes
+the binder, the key and the grid, looks the compiled kernel up, and compares the globals that the kernel reads.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
 
 class _Driver:
     """Stands for the driver of an H100 that nothing is launched on."""
 
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
+    def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
@@ -26,27 +29,34 @@ class _Driver:
         return 0
 
 
-class Launches:
-    """Stands for all compiled kernels; made by :func:`launches_stopped`."""
+class _Compiled(CompiledKernel):
+    """A compiled kernel that is loaded, but for what would be compiled and loaded."""
 
-    function = packed_metadata = None
+    def __init__(self, name: str, run: Callable[..., None]) -> None:
+        self.name, self._run = name, run
+        self.src = self.metadata = self.packed_metadata = self.function = None
+        self.module = self
+
+    def __del__(self) -> None:
+        """Unloads nothing."""
+
+
+class Launches:
+    """The launches that did nothing; made by :func:`launches_stopped`."""
 
     def __init__(self) -> None:
         self.launched = 0
-        self.functions: set[Any] = set()
+        self._functions: list[Any] = []
 
-    def compile(self, function: Any, key: str, device: int) -> Launches:
+    def compile(self, function: Any, key: str, device: int) -> CompiledKernel:
         """Take the place of the compiler."""
         function.cache_key  # noqa: B018  finds the globals that every later launch compares
-        self.functions.add(function)
-        function.device_caches[device][0][key] = self
-        return self
+        if function not in self._functions:
+            self._functions.append(function)
+        kernel = function.device_caches[device][0][key] = _Compiled(function.__name__, self._launch)
+        return kernel
 
-    def launch_metadata(self, *arguments: Any) -> None:
-        """As that of a compiled kernel where no profiler listens."""
-
-    def run(self, *arguments: Any) -> None:
-        """The launch, which does nothing."""
+    def _launch(self, *arguments: Any) -> None:
         self.launched += 1
 
     def count(self, name: str, call: Callable[[], Any]) -> int:
@@ -56,7 +66,7 @@ class Launches:
             RuntimeError: one did not, or there was none.
         """
         call()  # what is compiled at the first call is known after it
-        bound, caches = 0, [function.device_caches for function in self.functions]
+        bound, caches = 0, [function.device_caches for function in self._functions]
         kept = [cache[0] for cache in caches]
 
         def counting(binder: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,10 +95,7 @@ class Launches:
 
 @contextmanager
 def launches_stopped() -> Iterator[Launches]:
-    """Within the block, what Triton compiles and launches is a :class:`Launches`; the host does all else."""
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
+    """Within the block, nothing is compiled or launched; the host does all else. What it yields counts the launches."""
     launches = Launches()
     active, compiler = driver._active, JITFunction._do_compile
     driver.set_active(_Driver())
