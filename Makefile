@@ -26,7 +26,7 @@ help:
 	@echo "make test-kernels every configuration of every kernel compiled for every target, against docs/kernels.md"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        the benchmarks: host overhead of the ops, and their kernels where there is a GPU"
-	@echo "make bench BASE=COMMIT   host time per call of every op, against another commit, measured in turn"
+	@echo "make bench BASE=HEAD~  host time per call of every op, in turn with another commit's"
 	@echo "make kernels      compile every kernel with no GPU; its registers, memory and instructions as a table"
 	@echo "make traffic      count the bytes that kernels ask for, beside the cost model and the lower bound"
 	@echo "make test-triton  the kernels' tests on Triton $(TRITONS)"

@@ -52,6 +52,7 @@ def test_what_is_not_bound_is_refused() -> None:
             launches.count("toy", lambda: launch(kernel, (1,), {"x_ptr": x, "n": 4, "BLOCK": 4}))
 
 
+@pytest.mark.slow
 def test_one_op() -> None:
     row, total = run_host("--ops=commit_kv")
     assert (row["op"], row["launches"], total["op"]) == ("commit_kv", 1, "sum")
@@ -61,10 +62,11 @@ def test_one_op() -> None:
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="compares with a commit, and this is no checkout of git")
 def test_a_commit_compares_with_itself() -> None:
     worktrees = ["git", "-C", str(ROOT), "worktree", "list", "--porcelain"]
-    before = subprocess.run(worktrees, capture_output=True, text=True, check=True).stdout
+    before = set(subprocess.run(worktrees, capture_output=True, text=True, check=True).stdout.splitlines())
     rows = run_host("--against=HEAD", "--ops=append_kv,schedule_prefix")
     assert [row["op"] for row in rows] == ["schedule_prefix", "append_kv", "rope_append_kv", "sum"]
     for row in rows:
         assert min(row["before"], row["after"]) > 0
         assert row["p20"] <= row["ratio"] <= row["p80"]
-    assert subprocess.run(worktrees, capture_output=True, text=True, check=True).stdout == before
+    after = subprocess.run(worktrees, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert not [line for line in after if line not in before and line.endswith("/checkout")]
