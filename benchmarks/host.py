@@ -169,15 +169,18 @@ def checkout(commit: str) -> Iterator[Path]:
 
 
 def compare(before: Side, after: Side, ops: Sequence[str], rounds: int, calls: int) -> list[Comparison]:
-    """Measure both sides in turn; the last row is the sum of the ops."""
+    """Measure both sides in turn; the last row is the sum, whose ratio is the ops', weighted by what they took."""
     times: dict[str, tuple[list[float], list[float]]] = {op: ([], []) for op in ops}
     for number in range(rounds):
         for op in ops:
             for side in (0, 1) if number % 2 else (1, 0):
                 times[op][side].append((before, after)[side].measure(op, calls)["median"])
-    of_rounds = [[sum(column) for column in zip(*(times[op][side] for op in ops), strict=True)] for side in (0, 1)]
-    times[SUM] = (of_rounds[0], of_rounds[1])
-    return [_compared(op, *both) for op, both in times.items()]
+    rows = [_compared(op, *both) for op, both in times.items()]
+    sums = [[sum(column) for column in zip(*(times[op][side] for op in ops), strict=True)] for side in (0, 1)]
+    total = _compared(SUM, *sums)  # a round in which one op was disturbed counts little in the three that follow
+    total["before"], total["after"] = sum(row["before"] for row in rows), sum(row["after"] for row in rows)
+    total["ratio"] = sum(row["before"] * row["ratio"] for row in rows) / total["before"]
+    return [*rows, total]
 
 
 def _compared(op: str, before: list[float], after: list[float]) -> Comparison:

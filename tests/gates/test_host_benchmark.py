@@ -65,8 +65,12 @@ def test_a_commit_compares_with_itself() -> None:
     before = set(subprocess.run(worktrees, capture_output=True, text=True, check=True).stdout.splitlines())
     rows = run_host("--against=HEAD", "--ops=append_kv,schedule_prefix")
     assert [row["op"] for row in rows] == ["schedule_prefix", "append_kv", "rope_append_kv", "sum"]
-    for row in rows:
+    *ops, total = rows
+    for row in ops:
         assert min(row["before"], row["after"]) > 0
         assert row["p20"] <= row["ratio"] <= row["p80"]
+    for side in ("before", "after"):
+        assert total[side] == pytest.approx(sum(row[side] for row in ops))
+    assert min(row["ratio"] for row in ops) <= total["ratio"] <= max(row["ratio"] for row in ops)
     after = subprocess.run(worktrees, capture_output=True, text=True, check=True).stdout.splitlines()
     assert not [line for line in after if line not in before and line.endswith("/checkout")]
