@@ -1,9 +1,11 @@
 # Every target builds .venv when pyproject.toml or constraints.txt changed since it was last built, and only then.
-# PYTHON picks the interpreter that it is made with, JOBS the test processes, DEMO_ARGS what the demo is passed.
+# PYTHON picks the interpreter that it is made with, JOBS the test processes, DEMO_ARGS what the demo is passed,
+# BASE the commit that the host times of the ops are compared with.
 
 PYTHON ?= python3
 JOBS ?= auto
 DEMO_ARGS ?=
+BASE ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -24,6 +26,7 @@ help:
 	@echo "make test-kernels every configuration of every kernel compiled for every target, against docs/kernels.md"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        the benchmarks: host overhead of the ops, and their kernels where there is a GPU"
+	@echo "make bench BASE=HEAD~  host time per call of every op, in turn with another commit's"
 	@echo "make kernels      compile every kernel with no GPU; its registers, memory and instructions as a table"
 	@echo "make traffic      count the bytes that kernels ask for, beside the cost model and the lower bound"
 	@echo "make test-triton  the kernels' tests on Triton $(TRITONS)"
@@ -46,7 +49,12 @@ lint: $(STAMP)
 	$(PY) -m mypy
 
 bench: $(STAMP)
+ifeq ($(BASE),)
 	OMP_NUM_THREADS=1 $(PY) -m pytest --benchmark -q
+	$(PY) -m benchmarks.host
+else
+	$(PY) -m benchmarks.host --against $(BASE)
+endif
 
 kernels: $(STAMP)
 	$(PY) -m tests.gates.kernel_table

@@ -3,6 +3,7 @@
 Run with ``pytest --benchmark`` or ``make bench``. On a CPU they measure the host: what a call costs before a kernel
 runs, and what the references take at shapes where there is next to nothing to compute. None of it tells how fast an op
 is on a real model. Compare medians; means follow the machine's load. With a GPU there are timings of kernels too.
+``benchmarks.host`` measures calls with Triton's binder, and compares two commits.
 """
 
 from __future__ import annotations
