@@ -7,7 +7,6 @@ its own calls: the names are what two checkouts agree on, and what a name stands
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -103,7 +102,7 @@ def rows_of_logits() -> dict[str, Call]:
 
     last = bfloat16(REQUESTS, LARGE_VOCAB)
     calls["sample"] = partial(sample, last, sampling, position, backend="triton")
-    calls["truncate"] = partial(truncate, last, replace(sampling, any_truncation=True), backend="triton")
+    calls["truncate"] = partial(truncate, last, sampling._replace(any_truncation=True), backend="triton")
     processors = Processors(
         output_counts=torch.empty(REQUESTS, LARGE_VOCAB, dtype=torch.int32), repetition_penalty=torch.ones(REQUESTS)
     )

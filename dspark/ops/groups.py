@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dspark.ops.call import FLOAT8, FLOATS, GroupArg, ScalarArg, TensorArg
-from dspark.ops.types import PagedKV, Sampling
+from dspark.ops.types import PagedKV, Rows, Sampling
 
 CACHE_DTYPES = (*FLOATS, FLOAT8)
 
@@ -19,6 +19,17 @@ SAMPLING = GroupArg(
             "seed": TensorArg("R", (torch.int64,), layout="dense"),
             "all_greedy": ScalarArg("bool"),
             "any_truncation": ScalarArg("bool"),
+        }
+    }
+)
+
+ROWS = GroupArg(
+    {
+        Rows: {
+            "tokens": TensorArg("T", (torch.int64,), layout="dense"),
+            "query_start": TensorArg("R+1", (torch.int64,), layout="dense"),
+            "position": TensorArg("R", (torch.int64,), layout="dense"),
+            "max_query_len": ScalarArg("SymInt", least=1, symbol="N"),
         }
     }
 )

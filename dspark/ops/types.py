@@ -80,6 +80,26 @@ class QueryBatch(NamedTuple):
     max_query_len: int
 
 
+class Rows(NamedTuple):
+    """The verified rows of a batch: of each request its anchor and then its drafts (the nodes of its tree in order).
+
+    Row ``i`` of request ``r`` is row ``query_start[r] + i`` of the batch. A request without rows is padding, and so are
+    rows past ``query_start[R]``.
+
+    Attributes:
+        tokens: ``[T]`` int64, the token of each row; an id outside of the vocabulary, such as -1, is never accepted.
+        query_start: ``[R + 1]`` int64, first row of each request.
+        position: ``[R]`` int64, absolute position of each anchor.
+        max_query_len: the most rows that any request has (known on the host); 1 is the anchor alone, and further rows
+            are ignored.
+    """
+
+    tokens: Tensor
+    query_start: Tensor
+    position: Tensor
+    max_query_len: int
+
+
 class Sampling(NamedTuple):
     """Sampling parameters of ``R`` requests as tensors, applied in the order of transformers' warpers.
 
