@@ -146,9 +146,8 @@ class Op:
                 for x in self.signature.leaves(values)
             ])  # fmt: skip
             found = self._calls.get(key)
-        except TypeError:  # something that is no tensor stands where one should: the check says what
-            self.signature.check(values)
-            raise
+        except TypeError:  # a symbolic size, of which nothing is kept, or what is no tensor, as the check says
+            return self._first(values)
         if found is None:
             if len(self._calls) >= _MOST_CALLS:
                 self._calls.clear()
