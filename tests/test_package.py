@@ -8,6 +8,8 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -113,15 +115,65 @@ def test_dir_lists_the_public_names_before_they_are_used() -> None:
     assert set(dspark.__all__) <= set(listed)
 
 
+def run(*command: str, cwd: Path) -> str:
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
-def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    (wheel,) = folder.glob("*.whl")
-    assert wheel.name.startswith(f"dspark-{dspark.__version__}-py3-none-any")
+def unpacked_sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a source distribution holds, in a folder of its own."""
+    folder = tmp_path_factory.mktemp("sdist")
+    run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(folder), cwd=ROOT)
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    return folder / f"dspark-{dspark.__version__}"
+
+
+@pytest.fixture(scope="module")
+def wheel(unpacked_sdist: Path) -> Path:
+    """Built from the source distribution, as pip does."""
+    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "dist", cwd=unpacked_sdist)
+    (found,) = (unpacked_sdist / "dist").glob("*.whl")
+    assert found.name.startswith(f"dspark-{dspark.__version__}-py3-none-any")
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel_names(wheel: Path) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
+
+
+@pytest.mark.parametrize("name", ["examples/minimal_engine.py", "Makefile", "constraints.txt", "tests/conftest.py"])
+def test_the_source_distribution_holds_what_the_two_commands_need(unpacked_sdist: Path, name: str) -> None:
+    assert (unpacked_sdist / name).exists()
+
+
+def test_the_wheel_installs_and_decodes_on_its_own(wheel: Path, tmp_path: Path) -> None:
+    """In a new environment that shares only what the package depends on, from a folder that is no checkout."""
+    run(sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv"), cwd=tmp_path)
+    new = str(tmp_path / "venv/bin/python")
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        new,
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+        str(wheel),
+        cwd=tmp_path,
+    )
+    packages = Path(run(new, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
+    below = sysconfig.get_path("purelib")
+    (packages / "below.pth").write_text(f"import sys; sys.path.append({below!r})\n")
+    assert Path(run(new, "-c", "import dspark; print(dspark.__file__)", cwd=tmp_path).strip()).is_relative_to(packages)
+    assert run(new, "-m", "dspark", "generate", "import os", "--max-tokens", "4", cwd=tmp_path).strip()
 
 
 def test_the_wheel_holds_every_file_of_the_package(wheel_names: set[str]) -> None:
