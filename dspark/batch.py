@@ -150,7 +150,7 @@ class DrafterContext:
         self, batch: Batch, draft_len: int, rule: Rule, shape: TreeShape | None = None, margins: bool = False
     ) -> Proposal:
         """Draft ``draft_len`` tokens after each anchor, or a tree of so many levels."""
-        # A whole block, of which draft_len slots are used: fewer rows would be another input than the trained one.
+        # A whole block, of which draft_len rows are used: fewer rows would be another input than the trained one.
         rows = batch.rows([self.drafter.block_size] * len(batch.anchor), self.cache.page_size, bidirectional=True)
         if shape is not None:
             drafted = self.drafter.propose_tree(

@@ -50,7 +50,7 @@ class Decoder:
         prefix_caching: keep full pages of finished and running requests, and start a prompt from those that it begins
             with. Their numbers were computed in other batches, so they may differ in the last bits.
         recorder: told of every round, for a :class:`~dspark.policy.traces.Trace`; with chains alone.
-        margins: tell the policy and the recorder how far each slot's best token leads the second.
+        margins: tell the policy and the recorder how far each draft's best token leads the second.
 
     Requests wait, in order, until the cache has room for all they may ever need, so a running request never runs out.
 

@@ -190,7 +190,7 @@ class DSparkDrafter:
             position: ``[R]`` int64 absolute positions of the anchors.
             stream: which random numbers the tokens are drawn with.
             return_logits: whether the draft carries the logits that the tokens were sampled from.
-            return_margin: whether it carries how far each slot's best token leads the second.
+            return_margin: whether it carries how far each draft's best token leads the second.
 
         Raises:
             ValueError: ``draft_len`` is beyond the block size or the batch's rows, or shapes do not fit.

@@ -1,9 +1,9 @@
 """Whether a policy keeps to what may be known when it decides (contract C9).
 
-``confidence[r, k]`` is a function of the tokens before slot k, so it tells of the drafts in slots 0..k-1; so does
-``margin[r, k]``. Two conditions follow, and under the ``ratio`` rule losing either can bias the output:
+``confidence[r, k]`` is a function of the tokens before draft k, so it tells of drafts 0..k-1; so does ``margin[r, k]``.
+Two conditions follow, and under the ``ratio`` rule losing either can bias the output:
 
-* a request's admission of its first k slots does not change with its confidences and margins from entry k on;
+* a request's admission of its first k drafts does not change with its confidences and margins from entry k on;
 * the lengths n of all requests together do not change with those past entry n of each. (The first condition keeps each
   request's own law; without the second, two requests' outputs can depend on each other.)
 
@@ -30,7 +30,7 @@ class Turn:
 
     Attributes:
         signals: what the policy sees.
-        other: ``[R, G]``, confidences that later slots might have had instead.
+        other: ``[R, G]``, confidences that later drafts might have had instead.
         accepted: ``[R]`` int64, drafts that full verification would accept.
         other_margin: ``[R, G]``, the same of margins; None where the signals have none.
     """
@@ -100,17 +100,17 @@ def find_anticipation(policy: VerifyPolicy, turn: Turn) -> str | None:
         return None
     names = " and ".join({"margin": "margins", "confidence": "confidences"}[name] for name in pairs)
     requests, draft_len = len(signals.request_ids), signals.draft_len
-    slot = torch.arange(draft_len)
+    place = torch.arange(draft_len)
     for r in range(requests):
         for k in range(1, draft_len):
-            changed = (torch.arange(requests) == r)[:, None] & (slot >= k)  # [R, G]
+            changed = (torch.arange(requests) == r)[:, None] & (place >= k)  # [R, G]
             after = plan(changed)
             if min(after[r], k) != min(lengths[r], k):
                 return (
                     f"request {r} verifies {lengths[r]} drafts, and {after[r]} after a change of its {names} from "
                     f"entry {k} on: {change(changed, r)}"
                 )
-    past = slot > torch.tensor(lengths).unsqueeze(1)  # [R, G]
+    past = place > torch.tensor(lengths).unsqueeze(1)  # [R, G]
     after = plan(past)
     if after != lengths:
         return (

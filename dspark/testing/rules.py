@@ -1,6 +1,6 @@
 """Toy requests, and every way one round of theirs can go, each with its probability.
 
-Vocabularies of a few tokens and drafts of a few slots leave few enough cases to list. A rule lists them for one
+Vocabularies of a few tokens and drafts as short leave few enough cases to list. A rule lists them for one
 request: which tokens are drafted, how many of them full verification would accept, and, for each number of drafts that
 a policy may choose to verify, what is then emitted.
 """
@@ -56,7 +56,7 @@ class ToyRequest:
 
 
 def stepwise(confidence: Callable[[Tokens], float]) -> Callable[[Tokens, Tokens], list[float]]:
-    """Make a request's confidence from a function of the tokens before a slot, which is what a drafter's head sees."""
+    """Make a request's confidence from a function of the tokens before a draft, which is what a drafter's head sees."""
     return lambda prefix, draft: [confidence(prefix + draft[:k]) for k in range(len(draft))]
 
 

@@ -123,7 +123,7 @@ def accept(
             useless.
 
     Graph-safe. A request's verdict depends on that request's inputs only, bit for bit: not on the other requests, on
-    their number or order, or on ``max_query_len`` (given rows of one alignment, see ``docs/acceptance.md``).
+    their number or order, or on ``max_query_len`` (given rows of one alignment, see ``docs/accept.md``).
     """
     if tree is None and rule == "recursive":
         rule = "ratio"
