@@ -70,13 +70,10 @@ class ConfidenceScheduled:
         return f"ConfidenceScheduled(lag={self.lag})"
 
     def plan(self, signals: Signals) -> Tensor:
-        if signals.confidence is None:
-            raise ValueError("confidence: ConfidenceScheduled needs a drafter with a confidence head, got None")
-        speed = speeds(self.profile, signals)
         choose = partial(
             schedule_prefix,
-            signals.confidence,
-            speed,
+            signals.confidence_for(self),
+            speeds(self.profile, signals),
             max_lengths=self._caps(signals),
             min_lengths=self._floors(signals),
             weights=self._weights(signals),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 
-from dspark.policy.cost import CostProfile
-from dspark.policy.step_cost import StepCost
+from dspark.policy.cost import CostProfile, StepCost
 
 
 @dataclass(frozen=True)
