@@ -1,4 +1,4 @@
-"""Options that several commands share: which models, which prompts, which policy."""
+"""What several commands share: options, models, prompts, policies by name, and how they report to the console."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import importlib
 import inspect
 import json
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING, Annotated, cast, get_args
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dspark.decode import TreeShape
 from dspark.models.drafter import DSparkDrafter
 from dspark.models.loading import load_drafter, load_target
 from dspark.models.target import Target
-from dspark.models.tiny import TINY_DRAFTER, TINY_TARGET, Prompt, load_tokenizer
+from dspark.models.tiny import TINY_DRAFTER, TINY_TARGET, Prompt, held_out_prompts, load_tokenizer
 from dspark.ops.tree_checks import RULES_OF_TREES
 from dspark.ops.types import Rule
 from dspark.policy import (
@@ -54,6 +59,12 @@ _PROVIDERS: dict[str, Callable[[], ConfidenceProvider]] = {
 _OTHERS = ("plain", "fixed", "threshold", "oracle", "tree")
 RULE_HELP = "coupled, ratio, block, match or recursive"
 
+TargetFolder = Annotated[Path | None, typer.Option(help="Hugging Face folder; the tiny pair by default.")]
+DrafterFolder = Annotated[Path | None, typer.Option(help="DeepSpec folder.")]
+ProfileFile = Annotated[
+    Path | None, typer.Option(help="Cost profile (JSON of the command profile); measured at the start by default.")
+]
+
 
 def load_models(target: Path | None, drafter: Path | None) -> tuple[Target, DSparkDrafter, Tokenizer]:
     """The pair and its tokenizer; the embedded tiny pair when no folder is given.
@@ -87,6 +98,12 @@ def read_prompts(path: Path) -> list[Prompt]:
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path}, line {number}: expected a JSON object with text or turns: {error!r}") from error
     return prompts
+
+
+def choose_prompts(file: Path | None, count: int) -> list[Prompt]:
+    """So many prompts, taken evenly over a file or, without one, over the held-out texts."""
+    texts = held_out_prompts() if file is None else read_prompts(file)
+    return texts[:: max(1, len(texts) // count)][:count]
 
 
 def tree_shape(name: str) -> TreeShape | None:
@@ -225,3 +242,24 @@ def check_rule(rule: str) -> Rule:
     if rule not in get_args(Rule):
         raise ValueError(f"rule {rule!r}: expected one of {', '.join(get_args(Rule))}")
     return cast(Rule, rule)
+
+
+def console_of(width: int) -> Console:
+    """A console of that width where the output has none: into a file, tables would be folded to 80 columns."""
+    console = Console()
+    return console if console.is_terminal else Console(width=width)
+
+
+def progress_bar(console: Console) -> Progress:
+    """A line that says what runs, how much of it is done, and how long the rest will take."""
+    columns = (TextColumn("{task.description:<34}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console)
+
+
+def draw(console: Console, name: str, write: Callable[[Path], None], path: Path) -> list[Path]:
+    """Write a picture and return its path; without matplotlib, say how to get one and return none."""
+    if find_spec("matplotlib") is None:
+        console.print(f'for a {name}, too: pip install "dspark[plot]"', markup=False)
+        return []
+    write(path)
+    return [path]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from rich.markdown import Markdown
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dspark.cli.setup import POLICY_HELP, check_policy, make_policy
+from dspark.cli.setup import POLICY_HELP, check_policy, console_of, draw, make_policy, progress_bar
 from dspark.policy import CostProfile, Gated, NoSpeculation, VerifyPolicy
 from dspark.policy.simulator import (
     MACHINES,
@@ -89,14 +86,11 @@ def simulate(
     engine = Engine(chosen, plain=plain, num_pages=pages, page_size=page_size, prefill_chunk=prefill_chunk)
     lengths = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "spread": spread, "seed": seed}
     loads = _loads(concurrency, rate or [], arrivals, requests, lengths)
-    makers = {name: _maker(name, rows.draft_len) for name in policy}
+    makers = {name: policy_maker(name, rows.draft_len) for name in policy}
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
-    columns = (TextColumn("{task.description:<34}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = console_of(160)
     results = []
-    with Progress(*columns, console=console) as bar:
+    with progress_bar(console) as bar:
         task = bar.add_task("simulating", total=len(loads) * len(makers))
         for result in sweep(Replay(rows, seed, stand_in), makers, loads, engine):
             results.append(result)
@@ -122,10 +116,7 @@ def simulate(
     console.print(Markdown(text))
     if engine.profile.source == "modelled":
         console.print(f"{profile}: a model of a machine, not a measurement")
-    if find_spec("matplotlib") is None:
-        console.print(f'wrote {out}; for a picture, too: pip install "dspark[plot]"', markup=False)
-        return
-    write_picture(out / "results.png", results)
+    draw(console, "picture", lambda path: write_picture(path, results), out / "results.png")
     console.print(f"wrote {out}")
 
 
@@ -152,8 +143,8 @@ def _loads(
     return [(Workload.closed(max(requests, 4 * most), **lengths), most) for most in concurrency]
 
 
-def _maker(name: str, draft_len: int) -> PolicyMaker:
-    """What makes the policy of that name, checked."""
+def policy_maker(name: str, draft_len: int) -> PolicyMaker:
+    """What makes the policy of that name for a simulation, whose oracles are told what will be accepted; checked."""
     if name == "plain":
         return lambda engine: NoSpeculation()
     if name in ("oracle", "oracle-sound"):

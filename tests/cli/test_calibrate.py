@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dspark.cli import calibrate
+from dspark.cli import setup
 from dspark.cli.app import app
 from dspark.policy.calibration import SequentialTemperatures
 from dspark.policy.simulator import synthetic_trace
@@ -52,7 +52,7 @@ def test_one_domain_can_be_chosen(recorded: Path, tmp_path: Path) -> None:
 def test_without_matplotlib_everything_else_is_written(
     recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrate, "find_spec", lambda name: None)
+    monkeypatch.setattr(setup, "find_spec", lambda name: None)
     out = tmp_path / "out"
     printed = run("--trace", str(recorded), "--out", str(out))
     assert '"dspark[plot]"' in printed
