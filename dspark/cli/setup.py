@@ -157,27 +157,43 @@ def make_policy(name: str, profile: CostProfile | None, accepted: Sequence[int] 
     Raises:
         ValueError: another name, or what the policy needs is None.
     """
-    if name.startswith("gated:"):
-        return _gated(name, profile)
-    if "@" in name:
-        return _with_confidence(name, profile)
+
+    def costs() -> CostProfile:
+        if profile is None:
+            raise ValueError(f"policy {name!r}: needs a cost profile")
+        return profile
+
     kind, _, argument = name.partition(":")
+    if kind == "gated" and argument:
+        policy = None if argument == "oracle" or argument.startswith("gated:") else make_policy(argument, profile)
+        if policy is None:
+            raise ValueError(f"policy {name!r}: gated:NAME takes a policy that drafts and is not gated")
+        return Gated(policy, StepCost(costs()))
+    if "@" in name:
+        inner, _, source = name.partition("@")
+        policy = make_policy(inner, profile)
+        if policy is None:
+            raise ValueError(f"policy {name!r}: plain decoding has no confidences")
+        if source in _PROVIDERS:
+            return WithConfidence(policy, _PROVIDERS[source]())
+        return WithConfidence(policy, Tempered(SequentialTemperatures.load(source)))
     if kind == "fixed" and argument.isdigit():
         return FixedK(int(argument))
     if kind == "threshold":
-        return _threshold(name, argument)
+        try:
+            return ConfidenceThreshold(float(argument))
+        except ValueError as error:
+            raise ValueError(f"policy {name!r}: expected threshold:T with T from 0 to 1") from error
     if name == "plain":
         return None
     if name in _OF_PROFILE:
-        if profile is None:
-            raise ValueError(f"policy {name!r}: needs a cost profile")
-        return _OF_PROFILE[name](profile)
+        return _OF_PROFILE[name](costs())
     if name == "oracle":
         if accepted is None:
             raise ValueError("policy 'oracle': replays an earlier pass with the same seed; use it in ablate")
         return Oracle({0: accepted})
     if argument and kind not in (*_OF_PROFILE, *_OTHERS):
-        return _custom(name, kind, argument, profile)
+        return _custom(name, kind, argument, costs)
     raise ValueError(f"policy {name!r}: expected {POLICY_HELP}")
 
 
@@ -191,34 +207,7 @@ def needs_margins(name: str) -> bool:
     return name.partition("@")[2] in ("margin", "head+margin")
 
 
-def _gated(name: str, profile: CostProfile | None) -> VerifyPolicy:
-    inner = name.removeprefix("gated:")
-    if inner in ("plain", "oracle") or inner.startswith("gated:"):
-        raise ValueError(f"policy {name!r}: gated:NAME takes a policy that drafts and is not gated")
-    policy = make_policy(inner, profile)
-    if policy is None or profile is None:
-        raise ValueError(f"policy {name!r}: needs a cost profile")
-    return Gated(policy, StepCost(profile))
-
-
-def _with_confidence(name: str, profile: CostProfile | None) -> VerifyPolicy:
-    inner, _, source = name.partition("@")
-    policy = make_policy(inner, profile)
-    if policy is None:
-        raise ValueError(f"policy {name!r}: plain decoding has no confidences")
-    if source in _PROVIDERS:
-        return WithConfidence(policy, _PROVIDERS[source]())
-    return WithConfidence(policy, Tempered(SequentialTemperatures.load(source)))
-
-
-def _threshold(name: str, argument: str) -> VerifyPolicy:
-    try:
-        return ConfidenceThreshold(float(argument))
-    except ValueError as error:
-        raise ValueError(f"policy {name!r}: expected threshold:T with T from 0 to 1") from error
-
-
-def _custom(name: str, module: str, attribute: str, profile: CostProfile | None) -> VerifyPolicy:
+def _custom(name: str, module: str, attribute: str, costs: Callable[[], CostProfile]) -> VerifyPolicy:
     """Make ``module:Class``, with ``profile=`` if it takes one."""
     try:
         found = getattr(importlib.import_module(module), attribute)
@@ -226,12 +215,7 @@ def _custom(name: str, module: str, attribute: str, profile: CostProfile | None)
         raise ValueError(f"policy {name!r}: {error}") from error
     if not callable(found):
         raise ValueError(f"policy {name!r}: expected a class, got {type(found).__name__}")
-    if "profile" not in inspect.signature(found).parameters:
-        policy = found()
-    elif profile is None:
-        raise ValueError(f"policy {name!r}: needs a cost profile")
-    else:
-        policy = found(profile=profile)
+    policy = found(profile=costs()) if "profile" in inspect.signature(found).parameters else found()
     if not all(callable(getattr(policy, method, None)) for method in ("plan", "observe")):
         raise ValueError(f"policy {name!r}: expected methods plan and observe (dspark.policy.VerifyPolicy)")
     return cast(VerifyPolicy, policy)
