@@ -21,6 +21,7 @@ from dspark.policy.calibration_report import calibration_report, write_reliabili
 from dspark.policy.reliability import Reliability, area_under_curve, calibration_floor, expected_calibration_error
 from dspark.policy.simulator import synthetic_trace
 from dspark.policy.traces import Trace
+from tests.policy.helpers import recorded
 from tests.tolerances import SIGMAS, TEMPERATURE
 
 TRACE = synthetic_trace(requests=12, tokens=200, draft_len=4)
@@ -37,19 +38,8 @@ def distorted(trace: Trace, temperatures: list[float]) -> Trace:
 
 def by_hand(confidence: list[list[float]], accepted: list[int]) -> Trace:
     """A round of each request."""
-    rows, draft_len = len(confidence), len(confidence[0])
-    zeros = np.zeros(rows, dtype=np.int64)
-    return Trace(
-        domains=("text",),
-        request=np.arange(rows),
-        round=zeros,
-        position=zeros,
-        context=zeros,
-        domain=zeros,
-        accepted=np.array(accepted),
-        draft_len=draft_len,
-        confidence=np.array(confidence, dtype=np.float32),
-    )
+    shown = np.array(confidence, dtype=np.float32)
+    return recorded([[a] for a in accepted], draft_len=shown.shape[1], confidence=shown)
 
 
 # The fit

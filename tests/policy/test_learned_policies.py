@@ -21,7 +21,7 @@ from dspark.policy import (
     TrackedProfile,
     VerifyPolicy,
 )
-from tests.policy.test_policies import BEND, FLAT, signals
+from tests.policy.helpers import BEND, FLAT, signals
 
 NAN = float("nan")
 
