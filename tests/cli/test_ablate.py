@@ -26,22 +26,9 @@ from dspark.policy.reliability import area_under_curve
 from dspark.testing.statistics import probability_integral, uniformity_p_value
 
 KEYS = {
-    "policy",
-    "rule",
-    "temperature",
-    "draft_len",
-    "domain",
-    "tokens_per_s",
-    "speedup",
-    "speedup_ci",
-    "tau",
-    "verified_per_round",
-    "accept_by_position",
-    "lossless",
-    "prompts",
-    "tokens",
-    "near_ties",
-}
+    "policy", "rule", "temperature", "draft_len", "domain", "tokens_per_s", "speedup", "speedup_ci", "tau",
+    "verified_per_round", "accept_by_position", "lossless", "prompts", "tokens", "near_ties",
+}  # fmt: skip
 PROFILE = CostProfile(rows=(1, 8), seconds=(1.0, 1.5))
 
 

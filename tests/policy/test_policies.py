@@ -34,12 +34,9 @@ def test_p22_fixed_k_verifies_k(k: int) -> None:
     assert planned.dtype == torch.int64
 
 
-def test_p11_fixed_k_above_the_draft_length_is_refused() -> None:
+def test_p11_fixed_k_outside_0_to_the_draft_length_is_refused() -> None:
     with pytest.raises(ValueError, match="k: expected at most the draft length 3, got 4"):
         FixedK(4).plan(signals(None))
-
-
-def test_fixed_k_below_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="k: expected at least 0, got -1"):
         FixedK(-1)
 
@@ -116,12 +113,9 @@ def test_the_lagged_scheduler_goes_on_when_requests_join_and_leave() -> None:
         assert int(policy.plan(signals([[0.9, 0.9, 0.9]] * requests)).sum()) == total
 
 
-def test_p24_a_scheduler_needs_a_cost_profile() -> None:
+def test_p24_the_scheduler_refuses_other_lags_and_what_is_missing() -> None:
     with pytest.raises(TypeError, match="profile: expected a CostProfile, got NoneType"):
         ConfidenceScheduled(None)  # type: ignore[arg-type]
-
-
-def test_the_scheduler_refuses_other_lags_and_missing_confidences() -> None:
     with pytest.raises(ValueError, match="lag: expected 0 or 2, got 1"):
         ConfidenceScheduled(FLAT, lag=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"confidence: .* needs a drafter with a confidence head"):

@@ -25,7 +25,6 @@ FLOAT32 = float(np.finfo(np.float32).eps)
 
 def test_a_seed_gives_one_trace() -> None:
     one, same, other = (synthetic_trace(requests=2, tokens=40, seed=seed) for seed in (1, 1, 2))
-    assert one.confidence is not None
     assert np.array_equal(one.confidence, same.confidence)  # type: ignore[arg-type]
     assert np.array_equal(one.accepted, same.accepted)
     assert not np.array_equal(one.accepted, other.accepted)
@@ -33,7 +32,6 @@ def test_a_seed_gives_one_trace() -> None:
 
 def excess(trace: Trace) -> tuple[float, float]:
     """Acceptance beyond confidence, over drafts of more and of less than even confidence, in standard errors."""
-    assert trace.confidence is not None
     slot = np.arange(trace.draft_len)
     reached = slot <= trace.accepted[:, None]
     sure = trace.confidence > 0.5
@@ -56,8 +54,6 @@ def test_confidences_are_calibrated_unless_told_otherwise() -> None:
     assert high < -SIGMAS
     assert low > SIGMAS
     assert np.array_equal(over_confident.accepted, calibrated.accepted)
-    assert calibrated.confidence is not None
-    assert over_confident.confidence is not None
     order = np.argsort(calibrated.confidence, axis=None)
     assert (np.diff(over_confident.confidence.reshape(-1)[order]) >= -FLOAT32).all()  # the order stays
 
@@ -135,8 +131,6 @@ def test_a_round_between_recorded_ones_is_put_together_of_their_tokens() -> None
     #  position: 1     2     3    4    5    6   | 3
     #     drafts: yes,  yes,  no | yes, no | no | no
     assert replay.accepted.tolist() == [2, 1, 0, 1, 0, 0, 0]
-    assert replay.confidence is not None
-    assert replay.margin is not None
     said = (16 * replay.confidence).int().tolist()
     assert said[0] == [0, 1, 2, 3]  # the row that was recorded, past its rejected draft, too
     assert said[1] == [1, 2, 4, 5]  # what is left of it, then the tokens of the next
@@ -167,7 +161,6 @@ def test_a_dense_trace_and_recorded_rows_are_replayed_as_they_are(data: st.DataO
         replay = Replay(trace, between=between)
         place = replay.begin[trace.request] + trace.position - 1
         assert np.array_equal(replay.accepted[place], trace.accepted)
-        assert replay.confidence is not None
         assert np.array_equal(replay.confidence.numpy()[place], trace.confidence)  # type: ignore[arg-type]
         assert len(replay.accepted) == replay.end[-1]
         assert ((replay.accepted >= 0) & (replay.accepted <= 3)).all()
@@ -231,7 +224,6 @@ def test_rounds_in_order_replay_a_recorded_run_row_by_row() -> None:
             return super().plan(signals)
 
     simulate(trace, Watching(7), Workload.closed(1, output_tokens=60, spread=0), Engine(FLAT, max_batch=1))
-    assert trace.confidence is not None
     assert np.array_equal(np.stack(seen), trace.confidence[: len(seen)])
     assert len(seen) > 10
     no_confidence = dataclasses.replace(trace, confidence=None)

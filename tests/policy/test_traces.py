@@ -54,7 +54,6 @@ def test_select_keeps_one_domain() -> None:
     chat = small().select("chat")
     assert chat.domains == ("chat",)
     assert (chat.request.tolist(), chat.domain.tolist()) == ([8], [0])
-    assert chat.confidence is not None
     assert chat.confidence.shape == (1, 2)
     with pytest.raises(ValueError, match="domain: expected one of code, chat, got 'law'"):
         small().select("law")
@@ -157,21 +156,16 @@ def test_another_schema_or_content_is_refused_by_name(tmp_path: Path, changed: d
 
 
 def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "some.npz"
+    path, array, pickled = (tmp_path / name for name in ("some.npz", "array.npz", "pickle.npz"))
     with pytest.raises(FileNotFoundError):
         Trace.load(path)
-    for content in (b"", b"not a zip", b"PK\x03\x04broken"):
+    with array.open("wb") as file:
+        np.save(file, np.arange(3))
+    np.savez(pickled, schema=np.array(SCHEMA), request=np.array([object()]))
+    for content in (b"", b"not a zip", b"PK\x03\x04broken", array.read_bytes(), pickled.read_bytes()):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"some.npz: not a trace"):
             Trace.load(path)
-    with path.open("wb") as file:
-        np.save(file, np.arange(3))
-    with pytest.raises(ValueError, match=r"some.npz: not a trace"):
-        Trace.load(path)
-    with path.open("wb") as file:  # a pickle is not read
-        np.savez(file, schema=np.array(SCHEMA), request=np.array([object()]))
-    with pytest.raises(ValueError, match=r"some.npz: not a trace"):
-        Trace.load(path)
 
 
 # Rows of a run that verifies everything
@@ -213,7 +207,6 @@ def test_the_recorder_keeps_rounds_that_verified_everything() -> None:
     assert trace.context.tolist() == [4, 5, 8, 9]
     assert trace.accepted.tolist() == [0, 1, 0, 2]
     assert [trace.domains[d] for d in trace.domain] == ["text", "text", "text", "code"]
-    assert trace.confidence is not None
     assert trace.confidence == pytest.approx(np.array([[0.6, 0.5], [0.25, 0.25], [0.1, 0.1], [0.9, 0.8]]))
     assert trace.margin is not None
     assert trace.logprob is None
