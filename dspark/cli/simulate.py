@@ -10,21 +10,8 @@ import typer
 from rich.markdown import Markdown
 
 from dspark.cli.setup import POLICY_HELP, check_policy, console_of, draw, make_policy, progress_bar
-from dspark.policy import CostProfile, Gated, NoSpeculation, VerifyPolicy
-from dspark.policy.simulator import (
-    MACHINES,
-    Engine,
-    KnownAcceptance,
-    PolicyMaker,
-    Replay,
-    Workload,
-    markdown,
-    sweep,
-    synthetic_trace,
-    write_csv,
-    write_json,
-    write_picture,
-)
+from dspark.policy import CostProfile, Gated, NoSpeculation, VerifyPolicy, simulator
+from dspark.policy.oracle import KnownAcceptance
 from dspark.policy.simulator.replay import Between
 from dspark.policy.traces import Trace
 
@@ -59,7 +46,7 @@ def simulate(
     output_tokens: Annotated[int, typer.Option(help="Mean.", min=1)] = 256,
     spread: Annotated[float, typer.Option(help="Of the lengths' logarithm; 0 is all alike.", min=0.0)] = 0.5,
     profile: Annotated[
-        str, typer.Option(help=f"Cost: a profile's JSON file, or a modelled machine: {', '.join(MACHINES)}.")
+        str, typer.Option(help=f"Cost: a profile's JSON file, or a modelled machine: {', '.join(simulator.MACHINES)}.")
     ] = "h200",
     plain_profile: Annotated[
         Path | None, typer.Option(help="Cost of steps without drafts, where the profile does not tell.")
@@ -74,7 +61,7 @@ def simulate(
 ) -> None:
     """Serve the same requests under several policies and loads, and compare throughput and latency."""
     torch.set_num_threads(1)
-    rows = synthetic_trace(temperature=miscalibration, seed=seed) if trace is None else Trace.load(trace)
+    rows = simulator.synthetic_trace(temperature=miscalibration, seed=seed) if trace is None else Trace.load(trace)
     if trace is not None and miscalibration != 1:
         raise ValueError("--miscalibration: a recorded trace has its own confidences; leave it at 1")
     if domain is not None:
@@ -83,7 +70,7 @@ def simulate(
         raise ValueError(f"--between: expected nearest or tokens, got {between!r}")
     stand_in: Between = "nearest" if between == "nearest" else "tokens"
     chosen, plain = _profiles(profile, plain_profile)
-    engine = Engine(chosen, plain=plain, num_pages=pages, page_size=page_size, prefill_chunk=prefill_chunk)
+    engine = simulator.Engine(chosen, plain=plain, num_pages=pages, page_size=page_size, prefill_chunk=prefill_chunk)
     lengths = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "spread": spread, "seed": seed}
     loads = _loads(concurrency, rate or [], arrivals, requests, lengths)
     makers = {name: policy_maker(name, rows.draft_len) for name in policy}
@@ -92,13 +79,13 @@ def simulate(
     results = []
     with progress_bar(console) as bar:
         task = bar.add_task("simulating", total=len(loads) * len(makers))
-        for result in sweep(Replay(rows, seed, stand_in), makers, loads, engine):
+        for result in simulator.sweep(simulator.Replay(rows, seed, stand_in), makers, loads, engine):
             results.append(result)
             bar.update(task, advance=1, description=f"{result.policy}, {result.arrivals}, {result.concurrency}")
     out.mkdir(parents=True, exist_ok=True)
-    text = markdown(results)
+    text = simulator.markdown(results)
     (out / "results.md").write_text(text, encoding="utf-8")
-    write_csv(out / "results.csv", results)
+    simulator.write_csv(out / "results.csv", results)
     settings = {
         "trace": "synthetic" if trace is None else str(trace),
         "domains": rows.domains,
@@ -112,24 +99,24 @@ def simulate(
         "prefill_chunk": prefill_chunk,
         **lengths,
     }
-    write_json(out / "results.json", results, settings)
+    simulator.write_json(out / "results.json", results, settings)
     console.print(Markdown(text))
     if engine.profile.source == "modelled":
         console.print(f"{profile}: a model of a machine, not a measurement")
-    draw(console, "picture", lambda path: write_picture(path, results), out / "results.png")
+    draw(console, "picture", lambda path: simulator.write_picture(path, results), out / "results.png")
     console.print(f"wrote {out}")
 
 
 def _profiles(profile: str, plain: Path | None) -> tuple[CostProfile, CostProfile | None]:
-    if profile not in MACHINES and not profile.endswith(".json"):
-        raise ValueError(f"--profile: expected a .json file or one of {', '.join(MACHINES)}, got {profile!r}")
-    chosen = MACHINES[profile] if profile in MACHINES else CostProfile.load(profile)
+    if profile not in simulator.MACHINES and not profile.endswith(".json"):
+        raise ValueError(f"--profile: expected a .json file or one of {', '.join(simulator.MACHINES)}, got {profile!r}")
+    chosen = simulator.MACHINES[profile] if profile in simulator.MACHINES else CostProfile.load(profile)
     return chosen, None if plain is None else CostProfile.load(plain)
 
 
 def _loads(
     concurrency: list[int], rates: list[float], arrivals: Path | None, requests: int, lengths: dict[str, int | float]
-) -> list[tuple[Workload, int]]:
+) -> list[tuple[simulator.Workload, int]]:
     if rates and arrivals is not None:
         raise ValueError("--rate, --arrivals: give one of them, or neither for a closed loop")
     if arrivals is not None:
@@ -137,13 +124,13 @@ def _loads(
             times = [float(line) for line in arrivals.read_text(encoding="utf-8").split()]
         except ValueError as error:
             raise ValueError(f"{arrivals}: expected one time in seconds per line: {error}") from error
-        return [(Workload.replay(times, **lengths), most) for most in concurrency]
+        return [(simulator.Workload.replay(times, **lengths), most) for most in concurrency]
     if rates:
-        return [(Workload.poisson(requests, rate, **lengths), most) for most in concurrency for rate in rates]
-    return [(Workload.closed(max(requests, 4 * most), **lengths), most) for most in concurrency]
+        return [(simulator.Workload.poisson(requests, rate, **lengths), most) for most in concurrency for rate in rates]
+    return [(simulator.Workload.closed(max(requests, 4 * most), **lengths), most) for most in concurrency]
 
 
-def policy_maker(name: str, draft_len: int) -> PolicyMaker:
+def policy_maker(name: str, draft_len: int) -> simulator.PolicyMaker:
     """What makes the policy of that name for a simulation, whose oracles are told what will be accepted; checked."""
     if name == "plain":
         return lambda engine: NoSpeculation()
@@ -153,7 +140,7 @@ def policy_maker(name: str, draft_len: int) -> PolicyMaker:
     check_policy(name, draft_len)
     inner = name.removeprefix("gated:")
 
-    def make(engine: Engine) -> VerifyPolicy:
+    def make(engine: simulator.Engine) -> VerifyPolicy:
         policy = make_policy(inner, engine.profile)
         if policy is None:
             raise ValueError(f"policy {name!r}: not one that drafts")

@@ -102,16 +102,13 @@ class CalibrationReport:
         Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
 
-def calibration_report(
-    trace: Trace, temperatures: SequentialTemperatures, bins: int | None = None
-) -> CalibrationReport:
+def calibration_report(trace: Trace, temperatures: SequentialTemperatures) -> CalibrationReport:
     """Compare a trace's confidences, as they are and tempered, with what was accepted.
 
     Args:
         trace: rounds in which all drafts were verified; of other requests than those that were fitted on, see
             :func:`~dspark.policy.calibration.split_by_request`. Domains are the classes of the temperatures.
-        temperatures: to judge.
-        bins: of calibration errors and diagrams; those of the fit by default.
+        temperatures: to judge, by calibration errors and diagrams of as many bins as they were fitted with.
 
     Raises:
         ValueError: the trace has no rows or no confidences, or there are fewer temperatures than drafts.
@@ -121,12 +118,13 @@ def calibration_report(
     slot = torch.arange(trace.draft_len)
     survived = slot < accepted[:, None]  # [n, G]
     reached = slot <= accepted[:, None]
-    count = temperatures.bins if bins is None else bins
 
     def compare(mask: torch.Tensor) -> tuple[Comparison, Comparison]:
         """Of the slots in ``mask [n, G]``: the drafts reached, and the running products."""
-        drafts = [Reliability.of(c[mask & reached], survived[mask & reached], count) for c in (raw, tempered)]
-        products = [Reliability.of(c.cumprod(1)[mask], survived[mask], count) for c in (raw, tempered)]
+        drafts = [
+            Reliability.of(c[mask & reached], survived[mask & reached], temperatures.bins) for c in (raw, tempered)
+        ]
+        products = [Reliability.of(c.cumprod(1)[mask], survived[mask], temperatures.bins) for c in (raw, tempered)]
         return Comparison(*drafts), Comparison(*products)
 
     positions = [
