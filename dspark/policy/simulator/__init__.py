@@ -2,7 +2,6 @@
 
 from dspark.policy.oracle import KnownAcceptance
 from dspark.policy.roofline import MACHINES
-from dspark.policy.simulator.engine import Engine
 from dspark.policy.simulator.replay import Replay
 from dspark.policy.simulator.results import (
     PolicyMaker,
@@ -14,7 +13,7 @@ from dspark.policy.simulator.results import (
     write_json,
     write_picture,
 )
-from dspark.policy.simulator.run import Run, simulate
+from dspark.policy.simulator.run import Engine, Run, simulate
 from dspark.policy.simulator.synthetic import DOMAINS, Domain, synthetic_trace
 from dspark.policy.simulator.workload import Workload
 

@@ -14,9 +14,8 @@ import numpy as np
 
 from dspark.policy.output import markdown_table, picture, write_records
 from dspark.policy.protocol import VerifyPolicy
-from dspark.policy.simulator.engine import Engine
 from dspark.policy.simulator.replay import Replay
-from dspark.policy.simulator.run import Run, simulate
+from dspark.policy.simulator.run import Engine, Run, simulate
 from dspark.policy.simulator.workload import Workload
 from dspark.policy.traces import Trace
 
