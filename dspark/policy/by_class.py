@@ -33,10 +33,13 @@ class ByClass:
         for name in names:
             self._classes.setdefault(name, len(self._classes))
         for key, one in fresh.items():
-            have = self._state.get(key, one[None][:0])
+            have = self._state.get(key)
+            if have is None:
+                have = self._state[key] = one[None][:0]
             if have.shape[1:] != one.shape:
                 raise ValueError(f"signals: expected draft length {have.shape[1]} as before, got {len(one)}")
-            self._state[key] = torch.cat([have, one.expand(len(self._classes) - len(have), *one.shape)])
+            if missing := len(self._classes) - len(have):
+                self._state[key] = torch.cat([have, one.expand(missing, *one.shape)])
         device = next(iter(fresh.values())).device
         if classes is None:
             return torch.full((requests,), self._classes[None], device=device)
