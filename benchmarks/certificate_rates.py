@@ -19,9 +19,10 @@ from dspark.decode import Decoder
 from dspark.models.drafter import DSparkDrafter
 from dspark.models.loading import load_drafter, load_target
 from dspark.models.tiny import held_out_prompts, load_tokenizer, tiny_pair
-from dspark.ops import BiasTable, Draft, MarkovHead, Stream, build_bias_table
+from dspark.ops import BiasTable, MarkovHead, Stream, build_bias_table
 from dspark.ops.draft.certified_reference import certified_steps
 from dspark.ops.draft.walk_inputs import WalkInputs
+from dspark.policy.output import markdown_table
 from dspark.requests import SamplingParams
 
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
@@ -44,10 +45,10 @@ class _Recorder(DSparkDrafter):
         super().__init__(drafter.network, slots="anchor-first")
         self.blocks: list[tuple[Tensor, Tensor]] = []
 
-    def propose(self, anchor: Tensor, batch: Any, cache: Any, **options: Any) -> Draft:
-        _, base_logits = self.block_logits(anchor, batch, cache)
-        self.blocks.append((base_logits[:, : options["draft_len"]], anchor))
-        return super().propose(anchor, batch, cache, **options)
+    def block_logits(self, anchor: Tensor, *context: Any) -> tuple[Tensor, Tensor]:
+        hidden, base_logits = super().block_logits(anchor, *context)
+        self.blocks.append((base_logits, anchor))
+        return hidden, base_logits
 
 
 def tiny_blocks(max_tokens: int) -> Blocks:
@@ -98,7 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--max-tokens", type=int, default=48, help="tokens that the tiny pair writes per prompt")
     options = parser.parse_args()
-    print("| blocks | V | K | M | T | steps certified | whole blocks |\n|---|---|---|---|---|---|---|")
+    names, rows = ["blocks", "V", "K", "M", "T", "steps certified", "whole blocks"], []
     for blocks in (tiny_blocks(options.max_tokens), golden_blocks()):
         count, _, vocab_size = blocks.base_logits.shape
         for top_m in (16, 64):
@@ -106,10 +107,9 @@ def main() -> None:
             for top_k in (16, 64, 128):
                 for temperature in (0.0, 0.7, 1.0):
                     steps, whole = rates(blocks, table, top_k, temperature)
-                    print(
-                        f"| {count} of {blocks.name} | {vocab_size} | {top_k} | {top_m} | {temperature} "
-                        f"| {steps:.1%} | {whole:.1%} |"
-                    )
+                    cells = [f"{count} of {blocks.name}", *map(str, (vocab_size, top_k, top_m, temperature))]
+                    rows.append([*cells, f"{steps:.1%}", f"{whole:.1%}"])
+    print(markdown_table(names, rows, "|" + "---|" * 7), end="")
 
 
 if __name__ == "__main__":

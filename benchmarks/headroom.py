@@ -23,7 +23,8 @@ from dspark.models import DSparkDrafter, Target, tiny_pair
 from dspark.models.tiny import held_out_prompts, load_tokenizer
 from dspark.ops import Draft
 from dspark.ops.types import Rule
-from dspark.policy import FixedK, Outcome
+from dspark.policy import Outcome
+from dspark.policy.output import markdown_table
 from dspark.policy.reliability import area_under_curve
 from dspark.policy.traces import Trace, TraceRecorder
 
@@ -43,46 +44,36 @@ def coupled_chance(p: Tensor, q: Tensor) -> Tensor:
     return (1 / (from_p + from_q)).nan_to_num(0.0).sum(-1)
 
 
-class _Seen:
-    """What went by in a round: the scores drafted from, those of the target, and then the chances of all drafts."""
-
-    draft: Tensor
-    target: Tensor
-
-    def __init__(self) -> None:
-        self.chances: list[Tensor] = []
-
-
 class _Target(Target):
-    def __init__(self, target: Target, seen: _Seen) -> None:
-        super().__init__(target.network)
-        self._seen = seen
+    """Keeps the scores of the round."""
+
+    scores: Tensor
 
     def logits(self, hidden: Tensor) -> Tensor:
-        self._seen.target = super().logits(hidden)
-        return self._seen.target
+        self.scores = super().logits(hidden)
+        return self.scores
 
 
 class _Drafter(DSparkDrafter):
-    def __init__(self, drafter: DSparkDrafter, seen: _Seen) -> None:
-        super().__init__(drafter.network, slots="anchor-first")
-        self._seen = seen
+    """Keeps the scores that the round's drafts were drawn from."""
+
+    scores: Tensor
 
     def propose(self, *args: Any, **options: Any) -> Draft:
         draft = super().propose(*args, **{**options, "return_logits": True})
         assert draft.logits is not None
-        self._seen.draft = draft.logits
+        self.scores = draft.logits
         return draft if options["return_logits"] else draft._replace(logits=None)
 
 
 class _Recorder(TraceRecorder):
-    """Keeps the chances of the rounds that a trace keeps."""
+    """Computes the chances of the rounds that a trace keeps, by request and round."""
 
-    def __init__(self, domains: dict[int, str], seen: _Seen, rule: Rule) -> None:
+    def __init__(self, domains: dict[int, str], target: _Target, drafter: _Drafter, rule: Rule) -> None:
         super().__init__(domains)
-        self._seen, self._rule = seen, rule
-        self.order: list[tuple[int, int]] = []
+        self._target, self._drafter, self._rule = target, drafter, rule
         self._rounds_of: dict[int, int] = {}
+        self.chances: dict[tuple[int, int], Tensor] = {}
 
     def record(self, signals: Any, outcome: Outcome, **options: Any) -> None:
         super().record(signals, outcome, **options)
@@ -91,35 +82,25 @@ class _Recorder(TraceRecorder):
             number = self._rounds_of.get(request, 0)
             self._rounds_of[request] = number + 1
             if signals is not None and length == signals.draft_len:
-                p = self._seen.target[begin : begin + length].double().softmax(-1)
-                q = self._seen.draft[i].double().softmax(-1)
-                self.order.append((request, number))
-                self._seen.chances.append(
-                    coupled_chance(p, q) if self._rule == "coupled" else torch.minimum(p, q).sum(-1)
-                )
+                p = self._target.scores[begin : begin + length].double().softmax(-1)
+                q = self._drafter.scores[i].double().softmax(-1)
+                chance = coupled_chance(p, q) if self._rule == "coupled" else torch.minimum(p, q).sum(-1)
+                self.chances[request, number] = chance
             begin += length + 1
 
 
 def traces(rule: Rule, max_tokens: int) -> tuple[Trace, Trace]:
     """Rounds of the tiny pair at temperature 1: with the head's confidences, and with the true chances."""
-    target, drafter = tiny_pair()
+    pair = tiny_pair()
+    target, drafter = _Target(pair[0].network), _Drafter(pair[1].network, slots="anchor-first")
     tokenizer, texts = load_tokenizer(), held_out_prompts()
     prompts = [tokenizer.encode(text.text).ids for text in texts]
-    seen = _Seen()
-    recorder = _Recorder({i: text.domain for i, text in enumerate(texts)}, seen, rule)
-    decoder = Decoder(
-        _Target(target, seen),
-        _Drafter(drafter, seen),
-        FixedK(drafter.block_size),
-        rule,
-        num_pages=2048,
-        recorder=recorder,
-    )
+    recorder = _Recorder({i: text.domain for i, text in enumerate(texts)}, target, drafter, rule)
+    decoder = Decoder(target, drafter, rule=rule, num_pages=2048, recorder=recorder)
     decoder.generate(prompts, [SamplingParams(1.0, seed=i, max_tokens=max_tokens) for i in range(len(prompts))])
     head = recorder.trace()
-    order = sorted(range(len(recorder.order)), key=recorder.order.__getitem__)
-    chances = torch.stack([seen.chances[i] for i in order]).clamp(0, 1).float().numpy()
-    return head, head._replace(confidence=chances)
+    chances = torch.stack([recorder.chances[key] for key in sorted(recorder.chances)])
+    return head, replace(head, confidence=chances.clamp(0, 1).float().numpy())
 
 
 def ranking(trace: Trace) -> float:
@@ -145,10 +126,8 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[32, 64, 128, 256])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    lines = [
-        "| rule | concurrency | best fixed:k | head | true chances | oracle-sound | oracle |",
-        "|---|" + "---:|" * 6,
-    ]
+    names = ["rule", "concurrency", "best fixed:k", "head", "true chances", "oracle-sound", "oracle"]
+    rows = []
     for rule in ("coupled", "ratio"):
         head, truth = traces(rule, options.max_tokens)  # type: ignore[arg-type]
         sys.stdout.write(
@@ -157,9 +136,9 @@ def main() -> None:
         by_head, by_truth = closed(head, options.concurrency), closed(truth, options.concurrency)
         for c in options.concurrency:
             best, scheduled, sound, oracle = by_head[c]
-            cells = [rule, c, *(f"{v:.0f}" for v in (best, scheduled, by_truth[c][1], sound, oracle))]
-            lines.append("| " + " | ".join(map(str, cells)) + " |")
-    sys.stdout.write("\n" + "\n".join(lines) + "\n")
+            speeds = best, scheduled, by_truth[c][1], sound, oracle
+            rows.append([rule, str(c), *(f"{v:.0f}" for v in speeds)])
+    sys.stdout.write("\n" + markdown_table(names, rows, "|---|" + "---:|" * 6))
 
 
 if __name__ == "__main__":

@@ -14,16 +14,16 @@ from pathlib import Path
 
 import torch
 
-from dspark.cli.ablation import Plan, run_ablation
-from dspark.cli.report import markdown, write_picture, write_results
-from dspark.cli.rows import Row
-from dspark.cli.setup import make_policy
-from dspark.decode import Decoder, SamplingParams
+from dspark.cli.ablate import Plan, run_ablation
+from dspark.cli.calibrate import record
+from dspark.cli.report import Row, markdown, write_picture, write_results
+from dspark.cli.setup import choose_prompts
+from dspark.cli.simulate import policy_maker
 from dspark.measure import measure_cost
 from dspark.models import DSparkDrafter, Target, tiny_pair
-from dspark.models.tiny import Prompt, held_out_prompts, load_tokenizer
-from dspark.policy import CostProfile, Gated, NoSpeculation, VerifyPolicy, simulator
-from dspark.policy.traces import Trace, TraceRecorder
+from dspark.models.tiny import Prompt, load_tokenizer
+from dspark.policy import CostProfile, simulator
+from dspark.policy.traces import Trace
 
 POLICIES = ("fixed:1", "fixed:3", "fixed:7", "threshold:0.6", "scheduled", "scheduled-lag2", "goodput")
 
@@ -55,21 +55,6 @@ def decoded(
     return run_ablation(target, drafter, plan, measure_cost(target, drafter))
 
 
-def record(
-    target: Target,
-    drafter: DSparkDrafter,
-    prompts: Sequence[Prompt],
-    tokens: Sequence[Sequence[int]],
-    temperature: float = 1.0,
-    max_tokens: int = 160,
-) -> Trace:
-    """A trace of the pair under full verification."""
-    recorder = TraceRecorder({i: p.domain for i, p in enumerate(prompts)})
-    decoder = Decoder(target, drafter, num_pages=2048, recorder=recorder, margins=True)
-    decoder.generate(tokens, [SamplingParams(temperature, seed=i, max_tokens=max_tokens) for i in range(len(tokens))])
-    return recorder.trace()
-
-
 def simulated(
     trace: Trace,
     *,
@@ -81,22 +66,8 @@ def simulated(
 ) -> list[simulator.Result]:
     """The same text served under each policy at each load; plain decoding and two oracles beside them."""
     engine = simulator.Engine(profile, prefill_chunk=0)
-
-    def maker(name: str) -> simulator.PolicyMaker:
-        def make(machine: simulator.Engine) -> VerifyPolicy:
-            policy = make_policy(name, machine.profile)
-            if policy is None:
-                raise ValueError(f"policy {name!r}: not one that drafts")
-            return policy
-
-        return make
-
-    makers: dict[str, simulator.PolicyMaker] = {"plain": lambda machine: NoSpeculation()}
-    makers |= {name: maker(name) for name in policies}
-    for name, sound in (("oracle-sound", True), ("oracle", False)):
-        makers[name] = lambda machine, sound=sound: Gated(  # type: ignore[misc]
-            simulator.KnownAcceptance(through_rejected=sound), machine.cost
-        )
+    names = ("plain", *policies, "oracle-sound", "oracle")
+    makers = {name: policy_maker(name, trace.draft_len) for name in names}
     loads = [(simulator.Workload.closed(max(requests, 4 * n), seed=seed), n) for n in concurrency]
     return list(simulator.sweep(trace, makers, loads, engine, seed=seed))
 
@@ -111,8 +82,7 @@ def main() -> None:
     torch.set_num_threads(1)
     target, drafter = tiny_pair()
     tokenizer = load_tokenizer()
-    texts = held_out_prompts()
-    texts = texts[:: max(1, len(texts) // options.prompts)][: options.prompts]
+    texts = choose_prompts(None, options.prompts)
     tokens = [tokenizer.encode(p.text).ids for p in texts]
     own = {"policies": options.policy} if options.policy else {}
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from rich.markdown import Markdown
 
-from dspark.cli.setup import check_rule, load_models, read_prompts
+from dspark.cli.setup import DrafterFolder, TargetFolder, check_rule, choose_prompts, console_of, draw, load_models
 from dspark.decode import Decoder, SamplingParams
 from dspark.models.cache import pages_for
-from dspark.models.tiny import held_out_prompts
+from dspark.models.drafter import Drafter
+from dspark.models.target import Target
+from dspark.models.tiny import Prompt
 from dspark.ops.types import Rule
 from dspark.policy.calibration import fit_sts, split_by_request
 from dspark.policy.calibration_report import calibration_report, write_reliability_diagram
@@ -38,20 +39,21 @@ def calibrate(
     temperature: Annotated[float, typer.Option(help="To record: of sampling.", min=0.0)] = 1.0,
     rule: Annotated[str, typer.Option(help="To record: coupled, ratio, block or match.")] = "coupled",
     file: Annotated[Path | None, typer.Option(help="To record: text, or JSON lines; held-out text by default.")] = None,
-    target: Annotated[Path | None, typer.Option(help="Hugging Face folder; the tiny pair by default.")] = None,
-    drafter: Annotated[Path | None, typer.Option(help="DeepSpec folder.")] = None,
+    target: TargetFolder = None,
+    drafter: DrafterFolder = None,
     seed: Annotated[int, typer.Option(help="Prompt i is sampled with seed + i; and of the split.", min=0)] = 0,
     out: Annotated[Path, typer.Option(help="Folder for temperatures, report and picture.")] = Path("runs/calibrate"),
 ) -> None:
     """Fit temperatures on some requests, and report on the others how well confidences fit before and after."""
     torch.set_num_threads(1)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
+    console = console_of(120)
     out.mkdir(parents=True, exist_ok=True)
     if trace is None:
         console.print("recording rounds, with every draft verified")
-        rounds = _record(target, drafter, file, prompts, max_tokens, temperature, check_rule(rule), seed)
+        pair, guesser, tokenizer = load_models(target, drafter)
+        chosen = choose_prompts(file, prompts)
+        tokens = [tokenizer.encode(p.text).ids for p in chosen]
+        rounds = record(pair, guesser, chosen, tokens, temperature, max_tokens, check_rule(rule), seed)
         rounds.save(out / "trace.npz")
     elif target is not None or drafter is not None or file is not None:
         raise ValueError("--trace: was recorded before; leave out --target, --drafter and --file")
@@ -68,34 +70,36 @@ def calibrate(
     (out / "report.md").write_text(text, encoding="utf-8")
     console.print(f"fitted on {len(fitted)} rounds of {fitted.num_requests} requests; on the others:")
     console.print(Markdown(text))
-    if find_spec("matplotlib") is None:
-        console.print(f'wrote {out}; for a reliability diagram, too: pip install "dspark[plot]"', markup=False)
-        return
-    write_reliability_diagram(out / "reliability.png", report)
+    draw(console, "reliability diagram", lambda path: write_reliability_diagram(path, report), out / "reliability.png")
     console.print(f"wrote {out}")
 
 
-def _record(
-    target: Path | None,
-    drafter: Path | None,
-    file: Path | None,
-    prompts: int,
-    max_tokens: int,
-    temperature: float,
-    rule: Rule,
-    seed: int,
+def record(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Prompt],
+    tokens: Sequence[Sequence[int]],
+    temperature: float = 1.0,
+    max_tokens: int = 160,
+    rule: Rule = "coupled",
+    seed: int = 0,
 ) -> Trace:
-    """Decode prompts with all drafts verified, and keep the rounds; the request's id is the prompt's number."""
-    pair, guesser, tokenizer = load_models(target, drafter)
-    texts = held_out_prompts() if file is None else read_prompts(file)
-    chosen = texts[:: max(1, len(texts) // prompts)][:prompts]
-    ids = [tokenizer.encode(p.text).ids for p in chosen]
-    recorder = TraceRecorder({i: p.domain for i, p in enumerate(chosen)})
-    batch = min(8, len(ids))
-    longest = max(map(len, ids)) + max_tokens + 2 * guesser.block_size
+    """Decode prompts with all drafts verified, and keep the rounds; the request's id is the prompt's number.
+
+    Args:
+        target, drafter: the pair.
+        prompts: texts, whose domains the trace has.
+        tokens: their token ids.
+        temperature, max_tokens: of sampling; prompt i is sampled with ``seed + i``.
+        rule: of acceptance.
+        seed: of the first prompt.
+    """
+    recorder = TraceRecorder({i: p.domain for i, p in enumerate(prompts)})
+    batch = min(8, len(tokens))
+    longest = max(map(len, tokens)) + max_tokens + 2 * drafter.block_size
     decoder = Decoder(
-        pair,
-        guesser,
+        target,
+        drafter,
         rule=rule,
         num_pages=batch * (1 + pages_for(longest, _PAGE_SIZE)),
         page_size=_PAGE_SIZE,
@@ -103,8 +107,6 @@ def _record(
         recorder=recorder,
         margins=True,
     )
-    decoder.generate(
-        ids,
-        [SamplingParams(temperature=temperature, seed=seed + i, max_tokens=max_tokens) for i in range(len(ids))],
-    )
+    params = [SamplingParams(temperature, seed=seed + i, max_tokens=max_tokens) for i in range(len(tokens))]
+    decoder.generate(tokens, params)
     return recorder.trace()

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dspark.cli.rows import acceptance_by_position
+from dspark.cli.report import acceptance_by_position
 from dspark.decode import Decoder, SamplingParams, mean_emitted
 from dspark.models.drafter import DSparkDrafter
 from dspark.models.target import Target
-from dspark.models.training.corpus import Document
-from dspark.models.training.prompts import PROMPT_TOKENS
+from dspark.models.training.corpus import PROMPT_TOKENS, Document
 from dspark.models.training.target import language_model_loss
 from dspark.policy import FixedK, Outcome, Signals
 from dspark.policy.reliability import area_under_curve

@@ -13,6 +13,9 @@ import typer
 
 from dspark.cli.setup import (
     RULE_HELP,
+    DrafterFolder,
+    ProfileFile,
+    TargetFolder,
     check_policy,
     check_rule,
     load_models,
@@ -59,15 +62,13 @@ def generate(
         int | None, typer.Option(help="Draft trees of so many nodes instead of chains, all of which are verified.")
     ] = None,
     branching: Annotated[int, typer.Option(help="Most children of a node of a tree.")] = 4,
-    profile: Annotated[
-        Path | None, typer.Option(help="Cost profile (JSON of the command profile); measured at the start by default.")
-    ] = None,
+    profile: ProfileFile = None,
     trace: Annotated[
         Path | None,
         typer.Option(help="Record rounds to this .npz, for simulate and calibrate; verifies all drafts by default."),
     ] = None,
-    target: Annotated[Path | None, typer.Option(help="Hugging Face folder; the tiny pair by default.")] = None,
-    drafter: Annotated[Path | None, typer.Option(help="DeepSpec folder.")] = None,
+    target: TargetFolder = None,
+    drafter: DrafterFolder = None,
     json_output: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per prompt instead of text.")
     ] = False,

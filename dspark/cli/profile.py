@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 import typer
 
-from dspark.cli.setup import load_models
+from dspark.cli.setup import DrafterFolder, TargetFolder, load_models
 from dspark.measure import measure_cost
 
 app = typer.Typer()
@@ -17,8 +17,8 @@ app = typer.Typer()
 
 @app.command()
 def profile(
-    target: Annotated[Path | None, typer.Option(help="Hugging Face folder; the tiny pair by default.")] = None,
-    drafter: Annotated[Path | None, typer.Option(help="DeepSpec folder.")] = None,
+    target: TargetFolder = None,
+    drafter: DrafterFolder = None,
     max_rows: Annotated[int, typer.Option(help="Most rows of a verification.", min=1)] = 64,
     max_requests: Annotated[int, typer.Option(help="Most requests drafted for at once.", min=1)] = 8,
     context_len: Annotated[int | None, typer.Option(help="Tokens behind the rows; 256 where they fit.", min=0)] = None,

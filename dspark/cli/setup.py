@@ -1,4 +1,4 @@
-"""Options that several commands share: which models, which prompts, which policy."""
+"""What several commands share: options, models, prompts, policies by name, and how they report to the console."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import importlib
 import inspect
 import json
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING, Annotated, cast, get_args
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dspark.decode import TreeShape
 from dspark.models.drafter import DSparkDrafter
 from dspark.models.loading import load_drafter, load_target
 from dspark.models.target import Target
-from dspark.models.tiny import TINY_DRAFTER, TINY_TARGET, Prompt, load_tokenizer
+from dspark.models.tiny import TINY_DRAFTER, TINY_TARGET, Prompt, held_out_prompts, load_tokenizer
 from dspark.ops.tree_checks import RULES_OF_TREES
 from dspark.ops.types import Rule
 from dspark.policy import (
@@ -54,6 +59,12 @@ _PROVIDERS: dict[str, Callable[[], ConfidenceProvider]] = {
 _OTHERS = ("plain", "fixed", "threshold", "oracle", "tree")
 RULE_HELP = "coupled, ratio, block, match or recursive"
 
+TargetFolder = Annotated[Path | None, typer.Option(help="Hugging Face folder; the tiny pair by default.")]
+DrafterFolder = Annotated[Path | None, typer.Option(help="DeepSpec folder.")]
+ProfileFile = Annotated[
+    Path | None, typer.Option(help="Cost profile (JSON of the command profile); measured at the start by default.")
+]
+
 
 def load_models(target: Path | None, drafter: Path | None) -> tuple[Target, DSparkDrafter, Tokenizer]:
     """The pair and its tokenizer; the embedded tiny pair when no folder is given.
@@ -87,6 +98,12 @@ def read_prompts(path: Path) -> list[Prompt]:
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path}, line {number}: expected a JSON object with text or turns: {error!r}") from error
     return prompts
+
+
+def choose_prompts(file: Path | None, count: int) -> list[Prompt]:
+    """So many prompts, taken evenly over a file or, without one, over the held-out texts."""
+    texts = held_out_prompts() if file is None else read_prompts(file)
+    return texts[:: max(1, len(texts) // count)][:count]
 
 
 def tree_shape(name: str) -> TreeShape | None:
@@ -140,27 +157,43 @@ def make_policy(name: str, profile: CostProfile | None, accepted: Sequence[int] 
     Raises:
         ValueError: another name, or what the policy needs is None.
     """
-    if name.startswith("gated:"):
-        return _gated(name, profile)
-    if "@" in name:
-        return _with_confidence(name, profile)
+
+    def costs() -> CostProfile:
+        if profile is None:
+            raise ValueError(f"policy {name!r}: needs a cost profile")
+        return profile
+
     kind, _, argument = name.partition(":")
+    if kind == "gated" and argument:
+        policy = None if argument == "oracle" or argument.startswith("gated:") else make_policy(argument, profile)
+        if policy is None:
+            raise ValueError(f"policy {name!r}: gated:NAME takes a policy that drafts and is not gated")
+        return Gated(policy, StepCost(costs()))
+    if "@" in name:
+        inner, _, source = name.partition("@")
+        policy = make_policy(inner, profile)
+        if policy is None:
+            raise ValueError(f"policy {name!r}: plain decoding has no confidences")
+        if source in _PROVIDERS:
+            return WithConfidence(policy, _PROVIDERS[source]())
+        return WithConfidence(policy, Tempered(SequentialTemperatures.load(source)))
     if kind == "fixed" and argument.isdigit():
         return FixedK(int(argument))
     if kind == "threshold":
-        return _threshold(name, argument)
+        try:
+            return ConfidenceThreshold(float(argument))
+        except ValueError as error:
+            raise ValueError(f"policy {name!r}: expected threshold:T with T from 0 to 1") from error
     if name == "plain":
         return None
     if name in _OF_PROFILE:
-        if profile is None:
-            raise ValueError(f"policy {name!r}: needs a cost profile")
-        return _OF_PROFILE[name](profile)
+        return _OF_PROFILE[name](costs())
     if name == "oracle":
         if accepted is None:
             raise ValueError("policy 'oracle': replays an earlier pass with the same seed; use it in ablate")
         return Oracle({0: accepted})
     if argument and kind not in (*_OF_PROFILE, *_OTHERS):
-        return _custom(name, kind, argument, profile)
+        return _custom(name, kind, argument, costs)
     raise ValueError(f"policy {name!r}: expected {POLICY_HELP}")
 
 
@@ -174,34 +207,7 @@ def needs_margins(name: str) -> bool:
     return name.partition("@")[2] in ("margin", "head+margin")
 
 
-def _gated(name: str, profile: CostProfile | None) -> VerifyPolicy:
-    inner = name.removeprefix("gated:")
-    if inner in ("plain", "oracle") or inner.startswith("gated:"):
-        raise ValueError(f"policy {name!r}: gated:NAME takes a policy that drafts and is not gated")
-    policy = make_policy(inner, profile)
-    if policy is None or profile is None:
-        raise ValueError(f"policy {name!r}: needs a cost profile")
-    return Gated(policy, StepCost(profile))
-
-
-def _with_confidence(name: str, profile: CostProfile | None) -> VerifyPolicy:
-    inner, _, source = name.partition("@")
-    policy = make_policy(inner, profile)
-    if policy is None:
-        raise ValueError(f"policy {name!r}: plain decoding has no confidences")
-    if source in _PROVIDERS:
-        return WithConfidence(policy, _PROVIDERS[source]())
-    return WithConfidence(policy, Tempered(SequentialTemperatures.load(source)))
-
-
-def _threshold(name: str, argument: str) -> VerifyPolicy:
-    try:
-        return ConfidenceThreshold(float(argument))
-    except ValueError as error:
-        raise ValueError(f"policy {name!r}: expected threshold:T with T from 0 to 1") from error
-
-
-def _custom(name: str, module: str, attribute: str, profile: CostProfile | None) -> VerifyPolicy:
+def _custom(name: str, module: str, attribute: str, costs: Callable[[], CostProfile]) -> VerifyPolicy:
     """Make ``module:Class``, with ``profile=`` if it takes one."""
     try:
         found = getattr(importlib.import_module(module), attribute)
@@ -209,12 +215,7 @@ def _custom(name: str, module: str, attribute: str, profile: CostProfile | None)
         raise ValueError(f"policy {name!r}: {error}") from error
     if not callable(found):
         raise ValueError(f"policy {name!r}: expected a class, got {type(found).__name__}")
-    if "profile" not in inspect.signature(found).parameters:
-        policy = found()
-    elif profile is None:
-        raise ValueError(f"policy {name!r}: needs a cost profile")
-    else:
-        policy = found(profile=profile)
+    policy = found(profile=costs()) if "profile" in inspect.signature(found).parameters else found()
     if not all(callable(getattr(policy, method, None)) for method in ("plan", "observe")):
         raise ValueError(f"policy {name!r}: expected methods plan and observe (dspark.policy.VerifyPolicy)")
     return cast(VerifyPolicy, policy)
@@ -225,3 +226,24 @@ def check_rule(rule: str) -> Rule:
     if rule not in get_args(Rule):
         raise ValueError(f"rule {rule!r}: expected one of {', '.join(get_args(Rule))}")
     return cast(Rule, rule)
+
+
+def console_of(width: int) -> Console:
+    """A console of that width where the output has none: into a file, tables would be folded to 80 columns."""
+    console = Console()
+    return console if console.is_terminal else Console(width=width)
+
+
+def progress_bar(console: Console) -> Progress:
+    """A line that says what runs, how much of it is done, and how long the rest will take."""
+    columns = (TextColumn("{task.description:<34}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console)
+
+
+def draw(console: Console, name: str, write: Callable[[Path], None], path: Path) -> list[Path]:
+    """Write a picture and return its path; without matplotlib, say how to get one and return none."""
+    if find_spec("matplotlib") is None:
+        console.print(f'for a {name}, too: pip install "dspark[plot]"', markup=False)
+        return []
+    write(path)
+    return [path]

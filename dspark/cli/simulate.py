@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from rich.markdown import Markdown
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dspark.cli.setup import POLICY_HELP, check_policy, make_policy
-from dspark.policy import CostProfile, Gated, NoSpeculation, VerifyPolicy
-from dspark.policy.simulator import (
-    MACHINES,
-    Engine,
-    KnownAcceptance,
-    PolicyMaker,
-    Replay,
-    Workload,
-    markdown,
-    sweep,
-    synthetic_trace,
-    write_csv,
-    write_json,
-    write_picture,
-)
+from dspark.cli.setup import POLICY_HELP, check_policy, console_of, draw, make_policy, progress_bar
+from dspark.policy import CostProfile, Gated, NoSpeculation, VerifyPolicy, simulator
+from dspark.policy.oracle import KnownAcceptance
 from dspark.policy.simulator.replay import Between
 from dspark.policy.traces import Trace
 
@@ -62,7 +46,7 @@ def simulate(
     output_tokens: Annotated[int, typer.Option(help="Mean.", min=1)] = 256,
     spread: Annotated[float, typer.Option(help="Of the lengths' logarithm; 0 is all alike.", min=0.0)] = 0.5,
     profile: Annotated[
-        str, typer.Option(help=f"Cost: a profile's JSON file, or a modelled machine: {', '.join(MACHINES)}.")
+        str, typer.Option(help=f"Cost: a profile's JSON file, or a modelled machine: {', '.join(simulator.MACHINES)}.")
     ] = "h200",
     plain_profile: Annotated[
         Path | None, typer.Option(help="Cost of steps without drafts, where the profile does not tell.")
@@ -77,7 +61,7 @@ def simulate(
 ) -> None:
     """Serve the same requests under several policies and loads, and compare throughput and latency."""
     torch.set_num_threads(1)
-    rows = synthetic_trace(temperature=miscalibration, seed=seed) if trace is None else Trace.load(trace)
+    rows = simulator.synthetic_trace(temperature=miscalibration, seed=seed) if trace is None else Trace.load(trace)
     if trace is not None and miscalibration != 1:
         raise ValueError("--miscalibration: a recorded trace has its own confidences; leave it at 1")
     if domain is not None:
@@ -86,25 +70,22 @@ def simulate(
         raise ValueError(f"--between: expected nearest or tokens, got {between!r}")
     stand_in: Between = "nearest" if between == "nearest" else "tokens"
     chosen, plain = _profiles(profile, plain_profile)
-    engine = Engine(chosen, plain=plain, num_pages=pages, page_size=page_size, prefill_chunk=prefill_chunk)
+    engine = simulator.Engine(chosen, plain=plain, num_pages=pages, page_size=page_size, prefill_chunk=prefill_chunk)
     lengths = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "spread": spread, "seed": seed}
     loads = _loads(concurrency, rate or [], arrivals, requests, lengths)
-    makers = {name: _maker(name, rows.draft_len) for name in policy}
+    makers = {name: policy_maker(name, rows.draft_len) for name in policy}
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
-    columns = (TextColumn("{task.description:<34}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = console_of(160)
     results = []
-    with Progress(*columns, console=console) as bar:
+    with progress_bar(console) as bar:
         task = bar.add_task("simulating", total=len(loads) * len(makers))
-        for result in sweep(Replay(rows, seed, stand_in), makers, loads, engine):
+        for result in simulator.sweep(simulator.Replay(rows, seed, stand_in), makers, loads, engine):
             results.append(result)
             bar.update(task, advance=1, description=f"{result.policy}, {result.arrivals}, {result.concurrency}")
     out.mkdir(parents=True, exist_ok=True)
-    text = markdown(results)
+    text = simulator.markdown(results)
     (out / "results.md").write_text(text, encoding="utf-8")
-    write_csv(out / "results.csv", results)
+    simulator.write_csv(out / "results.csv", results)
     settings = {
         "trace": "synthetic" if trace is None else str(trace),
         "domains": rows.domains,
@@ -118,27 +99,24 @@ def simulate(
         "prefill_chunk": prefill_chunk,
         **lengths,
     }
-    write_json(out / "results.json", results, settings)
+    simulator.write_json(out / "results.json", results, settings)
     console.print(Markdown(text))
     if engine.profile.source == "modelled":
         console.print(f"{profile}: a model of a machine, not a measurement")
-    if find_spec("matplotlib") is None:
-        console.print(f'wrote {out}; for a picture, too: pip install "dspark[plot]"', markup=False)
-        return
-    write_picture(out / "results.png", results)
+    draw(console, "picture", lambda path: simulator.write_picture(path, results), out / "results.png")
     console.print(f"wrote {out}")
 
 
 def _profiles(profile: str, plain: Path | None) -> tuple[CostProfile, CostProfile | None]:
-    if profile not in MACHINES and not profile.endswith(".json"):
-        raise ValueError(f"--profile: expected a .json file or one of {', '.join(MACHINES)}, got {profile!r}")
-    chosen = MACHINES[profile] if profile in MACHINES else CostProfile.load(profile)
+    if profile not in simulator.MACHINES and not profile.endswith(".json"):
+        raise ValueError(f"--profile: expected a .json file or one of {', '.join(simulator.MACHINES)}, got {profile!r}")
+    chosen = simulator.MACHINES[profile] if profile in simulator.MACHINES else CostProfile.load(profile)
     return chosen, None if plain is None else CostProfile.load(plain)
 
 
 def _loads(
     concurrency: list[int], rates: list[float], arrivals: Path | None, requests: int, lengths: dict[str, int | float]
-) -> list[tuple[Workload, int]]:
+) -> list[tuple[simulator.Workload, int]]:
     if rates and arrivals is not None:
         raise ValueError("--rate, --arrivals: give one of them, or neither for a closed loop")
     if arrivals is not None:
@@ -146,14 +124,14 @@ def _loads(
             times = [float(line) for line in arrivals.read_text(encoding="utf-8").split()]
         except ValueError as error:
             raise ValueError(f"{arrivals}: expected one time in seconds per line: {error}") from error
-        return [(Workload.replay(times, **lengths), most) for most in concurrency]
+        return [(simulator.Workload.replay(times, **lengths), most) for most in concurrency]
     if rates:
-        return [(Workload.poisson(requests, rate, **lengths), most) for most in concurrency for rate in rates]
-    return [(Workload.closed(max(requests, 4 * most), **lengths), most) for most in concurrency]
+        return [(simulator.Workload.poisson(requests, rate, **lengths), most) for most in concurrency for rate in rates]
+    return [(simulator.Workload.closed(max(requests, 4 * most), **lengths), most) for most in concurrency]
 
 
-def _maker(name: str, draft_len: int) -> PolicyMaker:
-    """What makes the policy of that name, checked."""
+def policy_maker(name: str, draft_len: int) -> simulator.PolicyMaker:
+    """What makes the policy of that name for a simulation, whose oracles are told what will be accepted; checked."""
     if name == "plain":
         return lambda engine: NoSpeculation()
     if name in ("oracle", "oracle-sound"):
@@ -162,7 +140,7 @@ def _maker(name: str, draft_len: int) -> PolicyMaker:
     check_policy(name, draft_len)
     inner = name.removeprefix("gated:")
 
-    def make(engine: Engine) -> VerifyPolicy:
+    def make(engine: simulator.Engine) -> VerifyPolicy:
         policy = make_policy(inner, engine.profile)
         if policy is None:
             raise ValueError(f"policy {name!r}: not one that drafts")

@@ -16,7 +16,8 @@ from torch import Tensor
 from dspark.cli.evaluate import evaluate
 from dspark.models.loading import load_drafter, load_target
 from dspark.models.tiny import load_tokenizer
-from dspark.models.training.corpus import END_OF_TEXT, MASK, crops, documents, special_id, token_stream, train_tokenizer
+from dspark.models.training import corpus
+from dspark.models.training.corpus import PROMPT_TOKENS, documents, special_id, token_stream
 from dspark.models.training.drafter import (
     TINY_DRAFTER_SHAPE,
     DrafterTraining,
@@ -27,9 +28,7 @@ from dspark.models.training.drafter import (
 )
 from dspark.models.training.export import save_drafter, save_target
 from dspark.models.training.loop import StepLog, Training, initialise
-from dspark.models.training.prompts import PROMPT_TOKENS, openings, write_prompts
-from dspark.models.training.rollouts import roll_out
-from dspark.models.training.target import TINY_TARGET_SHAPE, TargetTraining, train_target
+from dspark.models.training.target import TINY_TARGET_SHAPE, TargetTraining, roll_out, train_target
 from dspark.models.transformer import CausalLM
 
 app = typer.Typer(
@@ -51,14 +50,15 @@ def target(out: Out = Path("runs/tiny"), steps: Steps = TargetTraining.steps, se
     tokenizer_file = out / "target" / "tokenizer.json"
     if not tokenizer_file.exists():
         tokenizer_file.parent.mkdir(parents=True, exist_ok=True)
-        train_tokenizer((d.text for d in docs), TINY_TARGET_SHAPE.vocab_size).save(str(tokenizer_file))
+        corpus.train_tokenizer((d.text for d in docs), TINY_TARGET_SHAPE.vocab_size).save(str(tokenizer_file))
     tokenizer = load_tokenizer(out / "target")
-    network = CausalLM(dataclasses.replace(TINY_TARGET_SHAPE, eos_token_ids=(special_id(tokenizer, END_OF_TEXT),)))
+    network = CausalLM(
+        dataclasses.replace(TINY_TARGET_SHAPE, eos_token_ids=(special_id(tokenizer, corpus.END_OF_TEXT),))
+    )
     initialise(network, seed)
     training = TargetTraining(steps=steps, seed=seed)
-    _run(
-        train_target(network, token_stream(tokenizer, docs, seed), out / "target.pt", training), training, out, "target"
-    )
+    stream = token_stream(tokenizer, docs, seed)
+    _run(train_target(network, stream, out / "target.pt", training), training, out, "target")
     save_target(network, out / "target")
 
 
@@ -72,7 +72,7 @@ def rollouts(
     """Let the target continue training texts, which its drafter learns from: a third greedily, the others at T = 1."""
     network = load_target(out / "target").network
     stream = token_stream(load_tokenizer(out / "target"), [d for d in documents() if not d.held_out], seed)
-    prompts = torch.from_numpy(crops(stream, count, PROMPT_TOKENS, (seed,))).long()
+    prompts = torch.from_numpy(corpus.crops(stream, count, PROMPT_TOKENS, (seed,))).long()
     temperature = (torch.arange(count) % 3 > 0).float()
     texts: list[Tensor] = []
     with Progress() as progress:
@@ -108,19 +108,14 @@ def drafter(
         raise FileNotFoundError(f"{out / 'rollouts.pt'}: run 'train rollouts' first")
     written = Rollouts(**torch.load(out / "rollouts.pt"))
     if start is None:
-        config = dataclasses.replace(TINY_DRAFTER_SHAPE, mask_token_id=special_id(tokenizer, MASK))
+        config = dataclasses.replace(TINY_DRAFTER_SHAPE, mask_token_id=special_id(tokenizer, corpus.MASK))
         network = new_drafter(config, frozen, seed)
     else:
         network = trainable(load_drafter(start, model).network)
     training = DrafterTraining(steps=steps, peak_rate=rate, coupled_weight=coupled_weight, seed=seed)
-    _run(
-        train_drafter(network, frozen, written, out / "drafter.pt", training),
-        training,
-        out,
-        "drafter",
-    )
+    _run(train_drafter(network, frozen, written, out / "drafter.pt", training), training, out, "drafter")
     save_drafter(network, out / "drafter")
-    write_prompts(out / "prompts.jsonl", openings(documents(), tokenizer, per_domain=12))
+    corpus.write_prompts(out / "prompts.jsonl", corpus.openings(documents(), tokenizer, per_domain=12))
 
 
 def _run(logs: Iterable[StepLog], training: Training, out: Path, name: str) -> None:

@@ -3,17 +3,15 @@
 from dspark.policy.bandit import Bandit
 from dspark.policy.calibration import SequentialTemperatures, fit_sts
 from dspark.policy.confidence import ConfidenceProvider, ConstantConfidence, Tempered, TrainedHead, WithConfidence
-from dspark.policy.cost import CostProfile
-from dspark.policy.fixed import FixedK
-from dspark.policy.gated import DraftGate, Gated, NoSpeculation
+from dspark.policy.cost import CostProfile, StepCost
+from dspark.policy.fixed import ConfidenceThreshold, FixedK, NoSpeculation
+from dspark.policy.gated import DraftGate, Gated
 from dspark.policy.goodput import Goodput
 from dspark.policy.learned import HeadMarginLogistic, MarginLogistic, OnlineTempered, RunningMean
 from dspark.policy.oracle import DistributionOracle, Oracle
 from dspark.policy.protocol import Outcome, Signals, VerifyPolicy
 from dspark.policy.roofline import H200, RTX_4090, Hardware, ModelSize, roofline_profile
 from dspark.policy.scheduled import ConfidenceScheduled
-from dspark.policy.step_cost import StepCost
-from dspark.policy.threshold import ConfidenceThreshold
 from dspark.policy.tracked import TrackedProfile
 
 __all__ = [

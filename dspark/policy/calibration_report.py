@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from dspark.policy.calibration import SequentialTemperatures, rounds_of
+from dspark.policy.output import markdown_table, picture
 from dspark.policy.reliability import Reliability
 from dspark.policy.traces import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -80,44 +77,38 @@ class CalibrationReport:
         """A summary and a table, errors in percent."""
         before, after = self.survival_ece
         draft, auc = self.draft, self.draft.before.auc
-        head = [
+        head = (
             f"{self.rounds} rounds of {self.requests} requests, τ = {self.tau:.2f}. "
-            f"AUC of the confidences: {'unknown' if auc is None else f'{auc:.3f}'}.",
-            "",
+            f"AUC of the confidences: {'unknown' if auc is None else f'{auc:.3f}'}.\n\n"
             f"Calibration error of the running product, mean over positions: {100 * before:.1f} % before, "
             f"{100 * after:.1f} % after, of which chance gives {100 * self.survival_floor:.1f} %. "
             f"Of single drafts, all positions together: {100 * draft.before.ece:.1f} % before, "
-            f"{100 * draft.after.ece:.1f} % after, chance {100 * draft.after.floor:.1f} %.",
-            "",
-        ]
+            f"{100 * draft.after.ece:.1f} % after, chance {100 * draft.after.floor:.1f} %.\n\n"
+        )
         names = ["position", "T", "drafts", "accepted", "confidence", "after", "AUC", "ECE", "after", "chance"]
         names += ["product ECE", "after", "chance"]
-        lines = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
+        rows = []
         for row in self.positions:
-            draft, survival = row.draft, row.survival
-            cells = [str(row.position), f"{row.temperature:.2f}", str(draft.before.count)]
-            cells += [_number(v) for v in (draft.before.observed, draft.before.predicted, draft.after.predicted)]
-            cells.append(_number(draft.before.auc))
-            for pair in (draft, survival):
-                cells += [f"{100 * v:.1f}" for v in (pair.before.ece, pair.after.ece, pair.after.floor)]
-            lines.append("| " + " | ".join(cells) + " |")
-        return "\n".join([*head, *lines]) + "\n"
+            draft, raw = row.draft, row.draft.before
+            numbers = [raw.observed, raw.predicted, draft.after.predicted, raw.auc]
+            errors = [e for pair in (draft, row.survival) for e in (pair.before.ece, pair.after.ece, pair.after.floor)]
+            cells = [str(row.position), f"{row.temperature:.2f}", str(raw.count)]
+            cells += ["" if v is None else f"{v:.3f}" for v in numbers]
+            rows.append(cells + [f"{100 * e:.1f}" for e in errors])
+        return head + markdown_table(names, rows)
 
     def save(self, path: str | Path) -> None:
         """Write everything as JSON, the bins of the reliability diagrams included."""
         Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
 
-def calibration_report(
-    trace: Trace, temperatures: SequentialTemperatures, bins: int | None = None
-) -> CalibrationReport:
+def calibration_report(trace: Trace, temperatures: SequentialTemperatures) -> CalibrationReport:
     """Compare a trace's confidences, as they are and tempered, with what was accepted.
 
     Args:
         trace: rounds in which all drafts were verified; of other requests than those that were fitted on, see
             :func:`~dspark.policy.calibration.split_by_request`. Domains are the classes of the temperatures.
-        temperatures: to judge.
-        bins: of calibration errors and diagrams; those of the fit by default.
+        temperatures: to judge, by calibration errors and diagrams of as many bins as they were fitted with.
 
     Raises:
         ValueError: the trace has no rows or no confidences, or there are fewer temperatures than drafts.
@@ -127,12 +118,13 @@ def calibration_report(
     slot = torch.arange(trace.draft_len)
     survived = slot < accepted[:, None]  # [n, G]
     reached = slot <= accepted[:, None]
-    count = temperatures.bins if bins is None else bins
 
     def compare(mask: torch.Tensor) -> tuple[Comparison, Comparison]:
         """Of the slots in ``mask [n, G]``: the drafts reached, and the running products."""
-        drafts = [Reliability.of(c[mask & reached], survived[mask & reached], count) for c in (raw, tempered)]
-        products = [Reliability.of(c.cumprod(1)[mask], survived[mask], count) for c in (raw, tempered)]
+        drafts = [
+            Reliability.of(c[mask & reached], survived[mask & reached], temperatures.bins) for c in (raw, tempered)
+        ]
+        products = [Reliability.of(c.cumprod(1)[mask], survived[mask], temperatures.bins) for c in (raw, tempered)]
         return Comparison(*drafts), Comparison(*products)
 
     positions = [
@@ -150,39 +142,18 @@ def write_reliability_diagram(path: str | Path, report: CalibrationReport) -> No
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            'a reliability diagram needs matplotlib; install it with: pip install "dspark[plot]"', name="matplotlib"
-        ) from error
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4.8))
-    _diagram(axes[0], report.draft, "one draft, given those before it")
-    _diagram(axes[1], report.survival, "all drafts up to one")
-    figure.tight_layout()
-    figure.savefig(Path(path), dpi=120)
-    plt.close(figure)
+    with picture(path, 2, (10, 4.8)) as (left, right):
+        _diagram(left, report.draft, "one draft, given those before it")
+        _diagram(right, report.survival, "all drafts up to one")
 
 
-def _diagram(axes: Axes, pair: Comparison, title: str) -> None:
+def _diagram(axes: Any, pair: Comparison, title: str) -> None:
     axes.plot([0, 1], [0, 1], color="black", linewidth=1)
     for name, own in (("before", pair.before), ("after", pair.after)):
         x, y = [b.predicted for b in own.bins], [b.observed for b in own.bins]
-        label = f"{name}: ECE {100 * own.ece:.1f} %"
+        most = max((b.count for b in own.bins), default=1)
         axes.plot(x, y, "-", linewidth=1)
-        axes.scatter(x, y, s=_sizes([b.count for b in own.bins]), label=label)
+        axes.scatter(x, y, s=[10 + 90 * b.count / most for b in own.bins], label=f"{name}: ECE {100 * own.ece:.1f} %")
     axes.set(xlabel="predicted chance", ylabel="share accepted", title=title, xlim=(0, 1), ylim=(0, 1))
     axes.legend(loc="upper left")
     axes.grid(alpha=0.3)
-
-
-def _sizes(counts: Sequence[int]) -> list[float]:
-    return [10 + 90 * n / max(counts) for n in counts]
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"

@@ -15,7 +15,7 @@ from dspark.policy.fixed import FixedK
 from dspark.policy.gated import DraftGate
 from dspark.policy.goodput import Goodput
 from dspark.policy.oracle import DistributionOracle, Oracle
-from dspark.policy.protocol import Outcome, Signals, VerifyPolicy
+from dspark.policy.protocol import LearnsNothing, Outcome, Signals, VerifyPolicy
 
 _BLIND = (Bandit, DistributionOracle, FixedK, Goodput, Oracle)
 
@@ -75,7 +75,7 @@ class WithConfidence:
         self.policy.observe(outcome)
 
 
-class TrainedHead:
+class TrainedHead(LearnsNothing):
     """The drafter's own confidences, as they are (paper, equation 7)."""
 
     def __repr__(self) -> str:
@@ -87,12 +87,7 @@ class TrainedHead:
         Raises:
             ValueError: the drafter gives none.
         """
-        if signals.confidence is None:
-            raise ValueError("confidence: TrainedHead needs a drafter with a confidence head, got None")
-        return signals.confidence
-
-    def observe(self, outcome: Outcome) -> None:
-        """Nothing to learn."""
+        return signals.confidence_for(self)
 
 
 class Tempered:
@@ -123,7 +118,7 @@ class Tempered:
         self.provider.observe(outcome)
 
 
-class ConstantConfidence:
+class ConstantConfidence(LearnsNothing):
     """The same in every round: for experiments, and for drafters of known quality.
 
     Args:
@@ -147,6 +142,3 @@ class ConstantConfidence:
         if values.ndim and len(values) != signals.draft_len:
             raise ValueError(f'value: expected shape "G" = [{signals.draft_len}], got {list(values.shape)}')
         return values.expand(len(signals.request_ids), signals.draft_len)
-
-    def observe(self, outcome: Outcome) -> None:
-        """Nothing to learn."""

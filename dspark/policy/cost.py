@@ -8,7 +8,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -142,7 +142,8 @@ class CostProfile:
         if self.draft_requests:
             if requests is None:
                 raise ValueError("requests: this profile knows what drafting costs by their number, got None")
-            extra += _seconds_at(requests, self.draft_requests, self.draft_seconds)
+            drafted = torch.tensor([requests], dtype=torch.float64)
+            extra += float(_interpolate(drafted, self.draft_requests, self.draft_seconds))
         if context_tokens is not None:
             extra += self.seconds_per_context_token * (context_tokens - self.context_tokens)
         seconds = self._table(max_rows, torch.device(device))
@@ -176,31 +177,68 @@ class CostProfile:
         """
         try:
             data = json.loads(Path(path).read_text())
-            if unknown := data.keys() - {field.name for field in fields(cls)}:
+            if unknown := data.keys() - _READ.keys():
                 raise ValueError(f"unknown fields {sorted(unknown)}")
             return cls(**{name: _READ[name](value) for name, value in {"rows": None, "seconds": None, **data}.items()})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: not a cost profile (expected JSON with rows and seconds): {error!r}") from error
 
 
-def _integers(values: Any) -> tuple[int, ...]:
-    return tuple(int(n) for n in values)
+class StepCost:
+    """Seconds of a step, looked up as often as a simulation does.
+
+    Args:
+        profile: of rounds. Where it has a curve for drafting, a step without drafts does not pay it.
+        plain: of steps without drafts, for a profile that has no such curve; None charges them like rounds.
+
+    Raises:
+        ValueError: ``plain`` is given beside a profile with a curve for drafting.
+    """
+
+    def __init__(self, profile: CostProfile, plain: CostProfile | None = None) -> None:
+        if plain is not None and profile.draft_requests:
+            raise ValueError("plain: expected None, since the profile itself says what drafting costs")
+        self.profile = profile
+        verify = replace(profile, draft_requests=(), draft_seconds=())
+        self._verify = {True: _Curve(verify), False: _Curve(verify if plain is None else plain)}
+        self._draft = (
+            _Curve(CostProfile(profile.draft_requests, profile.draft_seconds)) if profile.draft_requests else None
+        )
+
+    def seconds(self, rows: int, requests: int, context_tokens: int, drafting: bool) -> float:
+        """How long a step takes.
+
+        Args:
+            rows: that the target processes: anchors, drafts to verify, prompt tokens.
+            requests: that decode.
+            context_tokens: their tokens of context, all together.
+            drafting: whether drafts are made for them.
+        """
+        curve = self._verify[drafting]
+        extra = curve.profile.seconds_per_context_token * (context_tokens - curve.profile.context_tokens)
+        if drafting and self._draft is not None:
+            extra += self._draft.at(requests)
+        return max(curve.at(rows) + extra, curve.least)
 
 
-def _floats(values: Any) -> tuple[float, ...]:
-    return tuple(float(s) for s in values)
+class _Curve:
+    """A profile's seconds by rows as a list, as long as was needed so far."""
+
+    def __init__(self, profile: CostProfile) -> None:
+        self.profile = profile
+        self.least = min(profile.seconds) / 100  # as the profile itself has it
+        self._seconds: list[float] = []
+
+    def at(self, rows: int) -> float:
+        if rows >= len(self._seconds):
+            self._seconds = (1 / self.profile.steps_per_second(2 * rows)).tolist()
+        return self._seconds[rows]
 
 
 _READ: dict[str, Callable[[Any], Any]] = {
-    "rows": _integers,
-    "seconds": _floats,
-    "draft_requests": _integers,
-    "draft_seconds": _floats,
-    "captured": _integers,
-    "context_tokens": int,
-    "seconds_per_context_token": float,
-    "source": str,
-    "device": str,
+    **dict.fromkeys(("rows", "draft_requests", "captured"), lambda values: tuple(map(int, values))),
+    **dict.fromkeys(("seconds", "draft_seconds"), lambda values: tuple(map(float, values))),
+    **{"context_tokens": int, "seconds_per_context_token": float, "source": str, "device": str},
 }
 
 
@@ -241,7 +279,3 @@ def _interpolate(n: Tensor, x: Sequence[int], y: Sequence[float]) -> Tensor:
     left = (torch.searchsorted(points, n, right=True) - 1).clamp(0, len(x) - 2)
     slope = (values[left + 1] - values[left]) / (points[left + 1] - points[left])
     return (values[left] + slope * (n - points[left]).clamp(min=0)).clamp(min=min(y))
-
-
-def _seconds_at(n: int, x: Sequence[int], y: Sequence[float]) -> float:
-    return float(_interpolate(torch.tensor([n], dtype=torch.float64), x, y))

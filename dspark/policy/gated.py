@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
+from dspark.policy.cost import StepCost
 from dspark.policy.protocol import Outcome, Signals, VerifyPolicy
-from dspark.policy.step_cost import StepCost
 
 _HORIZON = 64
 """Rounds of requests that a gate looks back on: one round of many requests says as much as many rounds of few."""
@@ -30,22 +29,6 @@ class Clairvoyant(Protocol):
     def reveal(self, accepted: Tensor) -> None:
         """Take ``[R]`` int64, the drafts that the target would accept of each request."""
         ...
-
-
-class NoSpeculation:
-    """Plain decoding: nothing is drafted, so rounds pay for no draft either."""
-
-    def __repr__(self) -> str:
-        return "NoSpeculation()"
-
-    def drafts(self, requests: int, context_tokens: int) -> bool:
-        return False
-
-    def plan(self, signals: Signals) -> Tensor:
-        return torch.zeros_like(signals.max_lengths)
-
-    def observe(self, outcome: Outcome) -> None:
-        """Nothing to learn."""
 
 
 class Gated:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import torch
 from torch import Tensor
 
+from dspark.policy.by_class import ByClass, no_shares, shares_accepted
 from dspark.policy.protocol import Outcome, Signals
 from dspark.policy.tracked import AnyProfile, check_profile, learn_cost, speeds
 
-_PRIOR = 0.8
 
-
-class Goodput:
+class Goodput(ByClass):
     """Verify K drafts of every request, the K with the best expected tokens per second.
 
     The chance that position k is accepted given that those before it were is a moving average over past rounds, by
@@ -36,6 +33,7 @@ class Goodput:
     """
 
     def __init__(self, profile: AnyProfile, *, decay: float = 0.98, shrinkage: float = 4.0, explore: int = 32) -> None:
+        super().__init__()
         if not 0 < decay <= 1:
             raise ValueError(f"decay: expected a number in (0, 1], got {decay}")
         if not shrinkage > 0 or explore < 0:
@@ -43,9 +41,6 @@ class Goodput:
         self.profile = check_profile(profile)
         self.decay, self.shrinkage, self.explore = decay, shrinkage, explore
         self._rounds = 0
-        self._rows: dict[Hashable, int] = {}
-        self._seen: Tensor | None = None  # [classes, G] float64, positions judged
-        self._accepted: Tensor | None = None  # of these
 
     def __repr__(self) -> str:
         return f"Goodput(decay={self.decay:g})"
@@ -53,8 +48,8 @@ class Goodput:
     def plan(self, signals: Signals) -> Tensor:
         requests, draft_len = len(signals.request_ids), signals.draft_len
         device = signals.max_lengths.device
-        classes = self._class_rows(signals.classes, requests, draft_len, device)
-        survival = self._rates().cumprod(1)[classes]  # [R, G]
+        classes = self._rows_of(signals.classes, requests, no_shares(draft_len, device))
+        survival = shares_accepted(self._state, self.shrinkage).cumprod(1)[classes]  # [R, G]
         within = torch.arange(draft_len, device=device) < signals.max_lengths[:, None]
         gains = torch.cat([survival.new_full((1,), requests), survival.where(within, 0).sum(0)])  # [1 + G]
         rows = torch.cat([within.new_full((1,), requests, dtype=torch.int64), within.sum(0)]).cumsum(0)
@@ -67,36 +62,10 @@ class Goodput:
     def observe(self, outcome: Outcome) -> None:
         """Count what was judged: of a request, the drafts accepted and the one rejected after them, if any."""
         learn_cost(self.profile, outcome)
-        if self._seen is None or self._accepted is None:
+        if not self._state:
             return
-        requests, draft_len = len(outcome.request_ids), self._seen.shape[1]
-        classes = self._class_rows(outcome.classes, requests, draft_len, outcome.lengths.device)
-        judged, accepted = outcome.judged(draft_len)  # [R, G] each
-        self._seen = (self._seen * self.decay).index_add(0, classes, judged)
-        self._accepted = (self._accepted * self.decay).index_add(0, classes, accepted)
-
-    def _rates(self) -> Tensor:
-        """``[classes, G]`` chance that each position is accepted given that those before it were."""
-        if self._seen is None or self._accepted is None:
-            raise RuntimeError("no class is known yet")
-        all_seen, all_accepted = self._seen.sum(1, keepdim=True), self._accepted.sum(1, keepdim=True)
-        level = (all_accepted + _PRIOR * self.shrinkage) / (all_seen + self.shrinkage)
-        return (self._accepted + level * self.shrinkage) / (self._seen + self.shrinkage)
-
-    def _class_rows(
-        self, classes: tuple[Hashable, ...] | None, requests: int, draft_len: int, device: torch.device
-    ) -> Tensor:
-        """The row of each request's class; new classes get one."""
-        names = (None,) * requests if classes is None else classes
-        for name in names:
-            self._rows.setdefault(name, len(self._rows))
-        if self._seen is None or self._accepted is None:
-            self._seen = torch.zeros(0, draft_len, dtype=torch.float64, device=device)
-            self._accepted = self._seen
-        missing = len(self._rows) - len(self._seen)
-        if missing:
-            fresh = self._seen.new_zeros(missing, self._seen.shape[1])
-            self._seen, self._accepted = torch.cat([self._seen, fresh]), torch.cat([self._accepted, fresh])
-        if classes is None:
-            return torch.full((requests,), self._rows[None], device=device)
-        return torch.tensor([self._rows[name] for name in names], device=device)
+        draft_len = self._state["seen"].shape[1]
+        fresh = no_shares(draft_len, outcome.lengths.device)
+        classes = self._rows_of(outcome.classes, len(outcome.request_ids), fresh)
+        for name, count in zip(("seen", "accepted"), outcome.judged(draft_len), strict=True):  # [R, G] each
+            self._state[name] = (self._state[name] * self.decay).index_add(0, classes, count)

@@ -10,41 +10,39 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dspark.policy.by_class import PRIOR, ByClass, no_shares, shares_accepted
 from dspark.policy.calibration import GRID, temper
 from dspark.policy.confidence import ConfidenceProvider, TrainedHead
 from dspark.policy.protocol import Outcome, Signals
 
-_PRIOR = 0.8
 _LEAST_CURVATURE = 0.02  # p (1 - p) of a sure prediction would let one surprise undo everything learned
 _LEAST_CHANCE = 1e-4  # heads that are surer than this say no more by it
 
 
-@dataclass(frozen=True)
-class _Round:
+class _Round(NamedTuple):
     """What was shown in the round that runs: each request's row of the state, and ``[R, G]`` numbers."""
 
     request_ids: tuple[int, ...]
-    rows: list[int]
+    rows: Tensor
     shown: Tensor
 
 
-class _Learner(ABC):
+class _Learner(ByClass, ABC):
     """State by class of request, which fades as that class's own evidence comes in: other classes do not touch it.
 
     ``decay`` is what a judged draft is worth one judged draft of its class and position later.
     """
 
     def __init__(self, decay: float) -> None:
+        super().__init__()
         if not 0 < decay <= 1:
             raise ValueError(f"decay: expected a number in (0, 1], got {decay}")
         self.decay = decay
-        self._classes: dict[Hashable, int] = {}
-        self._state: dict[str, Tensor] = {}
         self._round: _Round | None = None
 
     def observe(self, outcome: Outcome) -> None:
@@ -64,28 +62,21 @@ class _Learner(ABC):
     def _learn(self, known: _Round, outcome: Outcome) -> None:
         """Take in what came of the round that was shown."""
 
-    def _begin(self, signals: Signals, shown: Tensor, fresh: dict[str, Tensor]) -> list[int]:
+    def _begin(self, signals: Signals, shown: Tensor, fresh: dict[str, Tensor]) -> Tensor:
         """Note a round, and make state for classes that are new; returns each request's row of the state."""
-        names = signals.classes if signals.classes is not None else (None,) * len(signals.request_ids)
-        rows = [self._classes.setdefault(name, len(self._classes)) for name in names]
-        for name, one in fresh.items():
-            have = self._state.get(name, one[None][:0])
-            if have.shape[1:] != one.shape:
-                raise ValueError(f"signals: expected draft length {have.shape[1]} as before, got {signals.draft_len}")
-            self._state[name] = torch.cat([have, one.expand(len(self._classes) - len(have), *one.shape)])
+        rows = self._rows_of(signals.classes, len(signals.request_ids), fresh)
         self._round = _Round(signals.request_ids, rows, shown)
         return rows
 
-    def _sum(self, rows: list[int], values: Tensor) -> Tensor:
+    def _sum(self, rows: Tensor, values: Tensor) -> Tensor:
         """Sums ``[classes, ...]`` of ``values [R, ...]`` by class.
 
         A product of matrices and not a scatter, so that ranks that see the same outcomes get the same bits.
         """
-        own = torch.tensor(rows, dtype=torch.int64, device=values.device)
-        member = torch.arange(len(self._classes), device=values.device)[:, None] == own  # [classes, R]
+        member = torch.arange(len(self._classes), device=values.device)[:, None] == rows  # [classes, R]
         return (member.to(values.dtype) @ values.flatten(1)).view(-1, *values.shape[1:])
 
-    def _fade(self, name: str, rows: list[int], evidence: Tensor, weight: Tensor) -> None:
+    def _fade(self, name: str, rows: Tensor, evidence: Tensor, weight: Tensor) -> None:
         """Let the state fade by the judged drafts in ``weight [R, G]``, then add ``evidence [R, G, ...]``."""
         have = self._state[name]
         fade = self.decay ** self._sum(rows, weight)  # [classes, G]
@@ -116,12 +107,9 @@ class RunningMean(_Learner):
         return f"RunningMean(decay={self.decay:g})"
 
     def confidence(self, signals: Signals) -> Tensor:
-        none = torch.zeros(signals.draft_len, dtype=torch.float64, device=signals.max_lengths.device)
-        rows = self._begin(signals, none, {"seen": none, "accepted": none})
-        seen, accepted = self._state["seen"], self._state["accepted"]  # [classes, G]
-        prior = self.shrinkage
-        level = (accepted.sum(1, keepdim=True) + _PRIOR * prior) / (seen.sum(1, keepdim=True) + prior)
-        return ((accepted + level * prior) / (seen + prior)).float()[rows]
+        fresh = no_shares(signals.draft_len, signals.max_lengths.device)
+        rows = self._begin(signals, fresh["seen"], fresh)
+        return shares_accepted(self._state, self.shrinkage).float()[rows]
 
     def _learn(self, known: _Round, outcome: Outcome) -> None:
         judged, accepted = outcome.judged(len(known.shown))
@@ -169,7 +157,7 @@ class _Logistic(_Learner):
         rows = self._begin(signals, features, fresh)
         return torch.sigmoid(self._logits(rows, features)).float()
 
-    def _logits(self, rows: list[int], features: Tensor) -> Tensor:
+    def _logits(self, rows: Tensor, features: Tensor) -> Tensor:
         return (self._state["curve"][rows] * features).sum(-1)  # [R, G]
 
     def _learn(self, known: _Round, outcome: Outcome) -> None:
@@ -181,10 +169,9 @@ class _Logistic(_Learner):
         self._fade("curvature", known.rows, weight[..., None, None] * outer, judged)
         slope = self._sum(known.rows, (accepted - judged * chance)[..., None] * features)  # [classes, G, F]
         curvature = self._state["curvature"]
-        ridge = self.prior * _PRIOR * (1 - _PRIOR) * torch.eye(curvature.shape[-1]).to(curvature)
-        self._state["curve"] = self._state["curve"] + torch.linalg.solve(curvature + ridge, slope[..., None]).squeeze(
-            -1
-        )
+        ridge = self.prior * PRIOR * (1 - PRIOR) * torch.eye(curvature.shape[-1]).to(curvature)
+        step = torch.linalg.solve(curvature + ridge, slope[..., None]).squeeze(-1)
+        self._state["curve"] = self._state["curve"] + step
 
 
 class MarginLogistic(_Logistic):
@@ -195,7 +182,7 @@ class MarginLogistic(_Logistic):
     and position later; ``prior``, curvature to begin with, in judged drafts.
     """
 
-    start = (math.log(_PRIOR / (1 - _PRIOR)), 0.0)
+    start = (math.log(PRIOR / (1 - PRIOR)), 0.0)
 
     def features(self, signals: Signals) -> Tensor:
         lead = _lead(self, signals)
@@ -213,10 +200,8 @@ class HeadMarginLogistic(_Logistic):
     start = (1.0, 0.0, 0.0)
 
     def features(self, signals: Signals) -> Tensor:
-        if signals.confidence is None:
-            raise ValueError("confidence: HeadMarginLogistic needs a drafter with a confidence head, got None")
+        sureness = signals.confidence_for(self).double().nan_to_num(0.0).logit(eps=_LEAST_CHANCE)
         lead = _lead(self, signals)
-        sureness = signals.confidence.double().nan_to_num(0.0).logit(eps=_LEAST_CHANCE)
         return torch.stack([sureness, lead, torch.ones_like(lead)], -1)
 
 

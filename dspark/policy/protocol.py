@@ -41,6 +41,16 @@ class Signals:
     classes: tuple[Hashable, ...] | None = None
     context_tokens: int | None = None
 
+    def confidence_for(self, who: object) -> Tensor:
+        """The confidences, for a policy or provider that cannot do without.
+
+        Raises:
+            ValueError: the drafter gives none.
+        """
+        if self.confidence is None:
+            raise ValueError(f"confidence: {type(who).__name__} needs a drafter with a confidence head, got None")
+        return self.confidence
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -88,3 +98,10 @@ class VerifyPolicy(Protocol):
         Also called, without a :meth:`plan` before it, for a round in which no request had room for a draft.
         """
         ...
+
+
+class LearnsNothing:
+    """Base of the policies and the confidence providers that are the same in every round."""
+
+    def observe(self, outcome: Outcome) -> None:
+        """Nothing to learn."""

@@ -70,13 +70,10 @@ class ConfidenceScheduled:
         return f"ConfidenceScheduled(lag={self.lag})"
 
     def plan(self, signals: Signals) -> Tensor:
-        if signals.confidence is None:
-            raise ValueError("confidence: ConfidenceScheduled needs a drafter with a confidence head, got None")
-        speed = speeds(self.profile, signals)
         choose = partial(
             schedule_prefix,
-            signals.confidence,
-            speed,
+            signals.confidence_for(self),
+            speeds(self.profile, signals),
             max_lengths=self._caps(signals),
             min_lengths=self._floors(signals),
             weights=self._weights(signals),
@@ -94,23 +91,27 @@ class ConfidenceScheduled:
     def _caps(self, signals: Signals) -> Tensor:
         if not self.caps:
             return signals.max_lengths
-        caps = [self.caps.get(request, signals.draft_len) for request in signals.request_ids]
-        return torch.minimum(signals.max_lengths, torch.tensor(caps, device=signals.max_lengths.device))
+        return torch.minimum(signals.max_lengths, _by_request(signals, self.caps, signals.draft_len))
 
     def _floors(self, signals: Signals) -> Tensor | None:
         if isinstance(self.floor, int):
             return torch.full_like(signals.max_lengths, self.floor) if self.floor else None
-        floors = [self.floor.get(request, 0) for request in signals.request_ids]
-        return torch.tensor(floors, device=signals.max_lengths.device)
+        return _by_request(signals, self.floor, 0)
 
     def _weights(self, signals: Signals) -> Tensor | None:
         weights = signals.weights
         if self.weights:
             if weights is not None:
                 raise ValueError("weights: expected from the policy or from the signals, got both")
-            numbers = [self.weights.get(request, 1.0) for request in signals.request_ids]
-            weights = torch.tensor(numbers, dtype=torch.float64, device=signals.max_lengths.device)
+            weights = _by_request(signals, self.weights, 1.0)
         if weights is None or not weights.numel():
             return None
         # The op takes weights of up to 1.
         return weights.double() / weights.double().amax().clamp(min=1e-300)
+
+
+def _by_request(signals: Signals, numbers: Mapping[int, int] | Mapping[int, float], other: float) -> Tensor:
+    """``[R]`` numbers by request id, int64 or float64 as they are."""
+    dtype = torch.int64 if isinstance(other, int) else torch.float64
+    values = [numbers.get(request, other) for request in signals.request_ids]
+    return torch.tensor(values, dtype=dtype, device=signals.max_lengths.device)

@@ -6,7 +6,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,11 +82,11 @@ class Trace:
         if self.draft_len < 1:
             raise ValueError(f"draft_len: expected at least 1, got {self.draft_len}")
         rows = len(self.request)
-        for name in _INTEGERS:
-            _check_array(name, getattr(self, name), np.integer, "n", (rows,))
-        for name in _BY_SLOT:
-            if getattr(self, name) is not None:
-                _check_array(name, getattr(self, name), np.floating, "n G", (rows, self.draft_len))
+        for name, array in self._arrays().items():
+            if name in _INTEGERS:
+                _check_array(name, array, np.integer, "n", (rows,))
+            elif array is not None:
+                _check_array(name, array, np.floating, "n G", (rows, self.draft_len))
         _check_range("position", self.position, 0, None)
         _check_range("context", self.context, 0, None)
         _check_range("domain", self.domain, 0, len(self.domains) - 1)
@@ -95,6 +95,9 @@ class Trace:
         _check_range("margin", self.margin, None, None)
         _check_range("logprob", self.logprob, None, 0)
         self._check_order()
+
+    def _arrays(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in (*_INTEGERS, *_BY_SLOT)}
 
     def _check_order(self) -> None:
         same = self.request[1:] == self.request[:-1]
@@ -140,8 +143,7 @@ class Trace:
 
     def take(self, keep: NDArray[np.bool_]) -> Trace:
         """The rows where ``keep``, ``[n]`` bool, holds."""
-        arrays: dict[str, Any] = {name: getattr(self, name) for name in (*_INTEGERS, *_BY_SLOT)}
-        kept: dict[str, Any] = {name: None if a is None else a[keep] for name, a in arrays.items()}
+        kept: dict[str, Any] = {name: None if a is None else a[keep] for name, a in self._arrays().items()}
         return replace(self, **kept)
 
     def summary(self) -> TraceSummary:
@@ -170,9 +172,9 @@ class Trace:
         """
         if not traces:
             raise ValueError("traces: expected at least one, got none")
-        first = traces[0]
         for name in ("draft_len", *_BY_SLOT):
-            kinds = {_kind(getattr(trace, name)) for trace in traces}
+            shown = [getattr(trace, name) for trace in traces]
+            kinds = {"none" if v is None else "some" if isinstance(v, np.ndarray) else str(v) for v in shown}
             if len(kinds) > 1:
                 raise ValueError(f"traces: expected the same {name} in all, got {' and '.join(sorted(kinds))}")
         domains = tuple(dict.fromkeys(name for trace in traces for name in trace.domains))
@@ -185,10 +187,8 @@ class Trace:
             offset += len(ids)
             for name, column in columns.items():
                 column.append(own.get(name, getattr(trace, name)))
-        arrays: dict[str, Any] = {
-            name: np.concatenate(column) for name, column in columns.items() if column[0] is not None
-        }
-        return cls(domains=domains, draft_len=first.draft_len, **arrays)
+        arrays: dict[str, Any] = {name: np.concatenate(c) for name, c in columns.items() if c[0] is not None}
+        return cls(domains=domains, draft_len=traces[0].draft_len, **arrays)
 
     def save(self, path: str | Path) -> None:
         """Write the trace as a compressed ``.npz`` (no pickles)."""
@@ -227,10 +227,6 @@ class Trace:
             raise ValueError(f"{path}: {error}") from error
 
 
-def _kind(value: Any) -> str:
-    return "none" if value is None else "some" if isinstance(value, np.ndarray) else str(value)
-
-
 def _check_array(name: str, array: Any, kind: type, pattern: str, shape: tuple[int, ...]) -> None:
     if not isinstance(array, np.ndarray) or not np.issubdtype(array.dtype, kind):
         came = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
@@ -248,13 +244,10 @@ def _check_range(name: str, array: NDArray[Any] | None, low: float | None, high:
         raise ValueError(f"{name}: expected finite values {bounds}, got {least} to {most}")
 
 
-@dataclass(frozen=True)
-class _Recorded:
+class _Recorded(NamedTuple):
     """One round, as copies that a reused buffer does not change. ``slots`` is None for a round without drafts."""
 
-    requests: tuple[int, ...]
-    lengths: Tensor
-    accepted: Tensor
+    outcome: Outcome
     context: Tensor | None
     slots: dict[str, Tensor] | None
 
@@ -312,10 +305,8 @@ class TraceRecorder:
             self._draft_len = signals.draft_len
             shown = zip(_BY_SLOT, (signals.confidence, signals.margin, logprob), strict=True)
             slots = {name: value.detach().clone() for name, value in shown if value is not None}
-        kept = None if context is None else context.clone()
-        self._rounds.append(
-            _Recorded(outcome.request_ids, outcome.lengths.clone(), outcome.accepted.clone(), kept, slots)
-        )
+        kept = replace(outcome, lengths=outcome.lengths.clone(), accepted=outcome.accepted.clone())
+        self._rounds.append(_Recorded(kept, None if context is None else context.clone(), slots))
 
     def watch(self, policy: VerifyPolicy) -> VerifyPolicy:
         """The same policy, with each of its rounds recorded (without contexts and log-probabilities).
@@ -337,19 +328,19 @@ class TraceRecorder:
         names: dict[str, int] = {}
         rows: list[tuple[int, ...]] = []
         slots: dict[str, list[NDArray[np.float32]]] = {name: [] for name in _BY_SLOT}
-        for made in self._rounds:
-            accepted, lengths = made.accepted.tolist(), made.lengths.tolist()
+        for outcome, context, shown in self._rounds:
+            accepted, lengths = outcome.accepted.tolist(), outcome.lengths.tolist()
             known = []
-            for i, request in enumerate(made.requests):
+            for i, request in enumerate(outcome.request_ids):
                 number, position = seen.get(request, (0, 1))  # the prompt gave the first token
                 seen[request] = number + 1, position + accepted[i] + 1
-                if made.slots is None or lengths[i] < self._draft_len:
+                if shown is None or lengths[i] < self._draft_len:
                     continue
                 known.append(i)
                 domain = names.setdefault(self._domain(request), len(names))
-                before = position if made.context is None else int(made.context[i])
+                before = position if context is None else int(context[i])
                 rows.append((request, number, position, before, domain, accepted[i]))
-            for name, value in (made.slots or {}).items():
+            for name, value in (shown or {}).items():
                 slots[name].append(value[known].float().cpu().numpy())
         table = np.array(rows, dtype=np.int64).reshape(-1, len(_INTEGERS))
         order = np.lexsort((table[:, 1], table[:, 0]))

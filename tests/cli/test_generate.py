@@ -7,20 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from dspark.cli import main
-from dspark.cli.app import app
 from dspark.policy.cost import CostProfile
 from dspark.policy.traces import Trace
+from tests.cli.helpers import run
 
 PROMPT = "import os\nimport sys\n\n\ndef main("
 
 
 def generate(*options: str) -> str:
-    result = CliRunner().invoke(app, ["generate", *options, "--max-tokens", "24"], catch_exceptions=False)
-    assert result.exit_code == 0
-    return result.stdout
+    return run("generate", *options, "--max-tokens", "24")
 
 
 @pytest.mark.parametrize("temperature", ["0", "0.9"])
@@ -76,9 +73,7 @@ def test_a_trace_has_every_round_of_every_prompt(tmp_path: Path) -> None:
 def test_a_measured_profile_serves_the_scheduled_policy(tmp_path: Path) -> None:
     out = tmp_path / "new" / "profile.json"
     options = ["--max-rows", "4", "--max-requests", "2", "--repeats", "1", "--out", str(out)]
-    result = CliRunner().invoke(app, ["profile", *options], catch_exceptions=False)
-    assert result.exit_code == 0
-    assert result.stdout.count(" ms\n") == 3 + 2
+    assert run("profile", *options).count(" ms\n") == 3 + 2
     profile = CostProfile.load(out)
     assert (profile.rows, profile.draft_requests, profile.source) == ((1, 2, 4), (1, 2), "measured")
     assert generate(PROMPT, "--profile", str(out)) == generate(PROMPT, "--policy", "plain")

@@ -72,7 +72,6 @@ def test_calibrated_by_a_file(tmp_path: Path) -> None:
     assert not needs_profile(f"threshold:0.6@{path}")
     assert needs_profile(f"scheduled@{path}")
     signals = Signals((0,), torch.tensor([3]), 3, torch.tensor([[0.9, 0.9, 0.6]]))
-    assert policy is not None
     assert policy.plan(signals).tolist() == [1]
     for name, message in (
         (f"plain@{path}", "plain decoding has no confidences"),

@@ -6,18 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from dspark.cli.app import app
 from dspark.policy import CostProfile
 from dspark.policy.simulator import synthetic_trace
+from tests.cli.helpers import run
 
 QUICK = ["--requests", "6", "--output-tokens", "8", "--prompt-tokens", "4", "--concurrency", "2"]
-
-
-def run(*options: str) -> None:
-    result = CliRunner().invoke(app, ["simulate", *QUICK, *options], catch_exceptions=False)
-    assert result.exit_code == 0
 
 
 def results(out: Path) -> list[dict[str, object]]:
@@ -27,7 +21,7 @@ def results(out: Path) -> list[dict[str, object]]:
 
 def test_the_command_writes_what_it_promises(tmp_path: Path) -> None:
     out = tmp_path / "new" / "folder"
-    run("--concurrency", "3", "--out", str(out))
+    run("simulate", *QUICK, "--concurrency", "3", "--out", str(out))
     assert {path.name for path in out.iterdir()} == {"results.csv", "results.json", "results.md", "results.png"}
     content = json.loads((out / "results.json").read_text())
     assert content["settings"]["trace"] == "synthetic"
@@ -49,7 +43,7 @@ def test_recorded_rounds_and_a_measured_profile_are_read(tmp_path: Path) -> None
     CostProfile((1,), (0.5,)).save(plain)
     options = ["--trace", str(trace), "--domain", "chat", "--between", "tokens", "--profile", str(profile)]
     options += ["--plain-profile", str(plain), "--policy", "plain", "--policy", "fixed:2", "--prefill-chunk", "0"]
-    run(*options, "--out", str(tmp_path))
+    run("simulate", *QUICK, *options, "--out", str(tmp_path))
     first, second = results(tmp_path)
     assert first["tpot_p50"] == 0.5
     assert second["policy"] == "fixed:2"
@@ -59,17 +53,17 @@ def test_recorded_rounds_and_a_measured_profile_are_read(tmp_path: Path) -> None
 
 
 def test_arrivals_come_by_rate_or_from_a_file(tmp_path: Path) -> None:
-    run("--rate", "5", "--rate", "50", "--policy", "fixed:2", "--out", str(tmp_path))
+    run("simulate", *QUICK, "--rate", "5", "--rate", "50", "--policy", "fixed:2", "--out", str(tmp_path))
     assert [r["arrivals"] for r in results(tmp_path)] == ["poisson 5/s", "poisson 50/s"]
     times = tmp_path / "times.txt"
     times.write_text("0\n0.5\n0.75\n")
-    run("--arrivals", str(times), "--policy", "fixed:2", "--out", str(tmp_path))
+    run("simulate", *QUICK, "--arrivals", str(times), "--policy", "fixed:2", "--out", str(tmp_path))
     assert [r["arrivals"] for r in results(tmp_path)] == ["replay"]
 
 
 def test_p20_a_seed_gives_the_same_files(tmp_path: Path) -> None:
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
-        run("--policy", "scheduled", "--seed", seed, "--out", str(tmp_path / name))
+        run("simulate", *QUICK, "--policy", "scheduled", "--seed", seed, "--out", str(tmp_path / name))
     a, b, c = ((tmp_path / name / "results.csv").read_bytes() for name in "abc")
     assert a == b != c
 
@@ -98,4 +92,4 @@ def test_what_does_not_fit_is_refused(
     CostProfile((1,), (0.5,)).save("plain.json")
     synthetic_trace(requests=1, tokens=8).save("some.npz")
     with pytest.raises(ValueError, match=message):
-        CliRunner().invoke(app, ["simulate", *QUICK, *options], catch_exceptions=False)
+        run("simulate", *QUICK, *options)

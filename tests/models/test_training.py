@@ -17,9 +17,11 @@ from dspark.models.training.corpus import (
     Document,
     crops,
     documents,
+    openings,
     special_id,
     token_stream,
     train_tokenizer,
+    write_prompts,
 )
 from dspark.models.training.drafter import (
     DrafterTraining,
@@ -32,9 +34,13 @@ from dspark.models.training.drafter import (
 )
 from dspark.models.training.export import save_drafter, save_target
 from dspark.models.training.loop import initialise, learning_rate
-from dspark.models.training.prompts import openings, write_prompts
-from dspark.models.training.rollouts import roll_out
-from dspark.models.training.target import TargetTraining, causal_attend, language_model_loss, train_target
+from dspark.models.training.target import (
+    TargetTraining,
+    causal_attend,
+    language_model_loss,
+    roll_out,
+    train_target,
+)
 from dspark.models.transformer import CausalLM
 from dspark.ops.sample import transform
 from dspark.requests import SamplingParams, batch_sampling

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from dspark.policy.calibration_report import calibration_report, write_reliabili
 from dspark.policy.reliability import Reliability, area_under_curve, calibration_floor, expected_calibration_error
 from dspark.policy.simulator import synthetic_trace
 from dspark.policy.traces import Trace
+from tests.policy.helpers import recorded
 from tests.tolerances import SIGMAS, TEMPERATURE
 
 TRACE = synthetic_trace(requests=12, tokens=200, draft_len=4)
@@ -29,7 +29,6 @@ TRACE = synthetic_trace(requests=12, tokens=200, draft_len=4)
 
 def distorted(trace: Trace, temperatures: list[float]) -> Trace:
     """Confidences whose logits are divided by a number of each position's own."""
-    assert trace.confidence is not None
     return replace(
         trace, confidence=temper(torch.from_numpy(trace.confidence), torch.tensor(temperatures)).float().numpy()
     )
@@ -37,19 +36,8 @@ def distorted(trace: Trace, temperatures: list[float]) -> Trace:
 
 def by_hand(confidence: list[list[float]], accepted: list[int]) -> Trace:
     """A round of each request."""
-    rows, draft_len = len(confidence), len(confidence[0])
-    zeros = np.zeros(rows, dtype=np.int64)
-    return Trace(
-        domains=("text",),
-        request=np.arange(rows),
-        round=zeros,
-        position=zeros,
-        context=zeros,
-        domain=zeros,
-        accepted=np.array(accepted),
-        draft_len=draft_len,
-        confidence=np.array(confidence, dtype=np.float32),
-    )
+    shown = np.array(confidence, dtype=np.float32)
+    return recorded([[a] for a in accepted], draft_len=shown.shape[1], confidence=shown)
 
 
 # The fit
@@ -88,7 +76,6 @@ def test_the_product_is_held_to_all_drafts_so_far(monkeypatch: pytest.MonkeyPatc
 def test_positions_are_fitted_left_to_right() -> None:
     """A position's temperature depends on those before it, and not on those after it."""
     applied = distorted(TRACE, [0.5, 1.0, 1.0, 1.0])
-    assert applied.confidence is not None
     other = applied.confidence.copy()
     other[:, 2:] = 0.5
     changed = fit_sts(replace(applied, confidence=other)).temperatures
@@ -106,8 +93,6 @@ def test_a_temperature_has_to_earn_its_distance_from_one() -> None:
 def test_p25_domains_do_not_change_each_others_temperatures() -> None:
     trace = synthetic_trace(requests=3, tokens=100, draft_len=2)
     wild = distorted(trace, [0.4, 0.4]).confidence
-    assert trace.confidence is not None
-    assert wild is not None
     chat = trace.domain == trace.domains.index("chat")
     mixed = replace(trace, confidence=np.where(chat[:, None], wild, trace.confidence))
     fitted, alone = fit_sts(mixed, by_domain=True), fit_sts(trace, by_domain=True)
@@ -274,10 +259,3 @@ def test_a_report_is_text_json_and_a_picture(tmp_path: Path) -> None:
     assert len(lines) == 4 + 2 + 2
     write_reliability_diagram(tmp_path / "some.png", report)
     assert (tmp_path / "some.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_picture_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = calibration_report(TRACE, SequentialTemperatures((1.0,) * 4))
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ModuleNotFoundError, match=r'pip install "dspark\[plot\]"'):
-        write_reliability_diagram(tmp_path / "some.png", report)

@@ -27,30 +27,23 @@ from dspark.policy import (
 SECONDS = st.floats(1e-6, 1e3)
 
 
-def seconds_at(profile: CostProfile, max_rows: int) -> list[float]:
-    return (1 / profile.steps_per_second(max_rows)).tolist()
-
-
-def test_the_curve_goes_through_its_points_and_straight_between() -> None:
-    profile = CostProfile((1, 2, 4, 8), (1.0, 3.0, 4.0, 4.0))
-    assert seconds_at(profile, 8) == pytest.approx([1, 1, 3, 3.5, 4, 4, 4, 4, 4])
-
-
-def test_the_curve_goes_on_by_its_last_slope() -> None:
-    profile = CostProfile((1, 2, 4), (1.0, 1.5, 2.5))
-    assert seconds_at(profile, 7)[4:] == pytest.approx([2.5, 3, 3.5, 4])
-
-
-def test_a_curve_that_ends_falling_never_reaches_zero() -> None:
-    assert seconds_at(CostProfile((1, 2), (2.0, 1.0)), 6) == pytest.approx([2, 2, 1, 1, 1, 1, 1])
-
-
-def test_below_its_first_point_the_curve_is_level() -> None:
-    assert seconds_at(CostProfile((4, 8), (1.0, 2.0)), 5) == pytest.approx([1, 1, 1, 1, 1, 1.25])
-
-
-def test_one_point_is_a_level_curve() -> None:
-    assert CostProfile((3,), (0.5,)).steps_per_second(4).tolist() == [2.0] * 5
+@pytest.mark.parametrize(
+    ("profile", "seconds"),
+    [
+        (CostProfile((1, 2, 4, 8), (1.0, 3.0, 4.0, 4.0)), [1, 3, 3.5, 4, 4, 4, 4, 4]),  # straight between its points
+        (CostProfile((1, 2, 4), (1.0, 1.5, 2.5)), [1, 1.5, 2, 2.5, 3, 3.5, 4]),  # goes on by its last slope
+        (CostProfile((1, 2), (2.0, 1.0)), [2, 1, 1, 1, 1, 1]),  # ends falling, but never reaches zero
+        (CostProfile((4, 8), (1.0, 2.0)), [1, 1, 1, 1, 1.25]),  # level below its first point
+        (CostProfile((3,), (0.5,)), [0.5, 0.5, 0.5, 0.5]),
+        (
+            CostProfile((1, 4, 8, 16), (1.0, 2.0, 3.0, 7.0), captured=(2, 4, 8)),  # padded to the next captured size
+            [4 / 3, 4 / 3, 2, 2, 3, 3, 3, 3, 3.5, 4, 4.5, 5],
+        ),
+    ],
+)
+def test_the_curve_by_hand(profile: CostProfile, seconds: list[float]) -> None:
+    table = 1 / profile.steps_per_second(len(seconds))
+    assert table.tolist() == pytest.approx([seconds[0], *seconds])
 
 
 @given(
@@ -70,20 +63,25 @@ def test_a_curve_is_positive_and_finite_everywhere(points: dict[int, float], max
 
 
 @pytest.mark.parametrize(
-    ("rows", "seconds", "message"),
+    ("fields", "message"),
     [
-        ((), (), "same length >= 1, got 0 and 0"),
-        ((1, 2), (1.0,), "same length >= 1, got 2 and 1"),
-        ((0, 1), (1.0, 1.0), "rows: expected increasing numbers from 1 up"),
-        ((2, 2), (1.0, 1.0), "rows: expected increasing"),
-        ((1, 2), (1.0, 0.0), "seconds: expected positive finite"),
-        ((1, 2), (1.0, float("inf")), "seconds: expected positive finite"),
-        ((1, 2), (1.0, float("nan")), "seconds: expected positive finite"),
+        ({"rows": (), "seconds": ()}, "same length >= 1, got 0 and 0"),
+        ({"rows": (1, 2)}, "same length >= 1, got 2 and 1"),
+        ({"rows": (0, 1), "seconds": (1.0, 1.0)}, "rows: expected increasing numbers from 1 up"),
+        ({"rows": (2, 2), "seconds": (1.0, 1.0)}, "rows: expected increasing"),
+        ({"seconds": (0.0,)}, "seconds: expected positive finite"),
+        ({"seconds": (float("inf"),)}, "seconds: expected positive finite"),
+        ({"seconds": (float("nan"),)}, "seconds: expected positive finite"),
+        ({"draft_requests": (1,)}, "draft_requests, draft_seconds: expected the same length"),
+        ({"captured": (4, 2)}, "captured: expected increasing"),
+        ({"context_tokens": -1}, "context_tokens"),
+        ({"seconds_per_context_token": float("inf")}, "seconds_per_context_token"),
+        ({"source": "guessed"}, "source: expected 'measured' or 'modelled', got 'guessed'"),
     ],
 )
-def test_a_bad_profile_is_refused(rows: tuple[int, ...], seconds: tuple[float, ...], message: str) -> None:
+def test_a_bad_profile_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        CostProfile(rows, seconds)
+        CostProfile(**{"rows": (1,), "seconds": (1.0,), **fields})
 
 
 class Machine:
@@ -116,12 +114,6 @@ def test_a_measured_curve_does_not_fall(monkeypatch: pytest.MonkeyPatch) -> None
     assert CostProfile.measure(machine.run_round, [1, 2, 4], repeats=1).seconds == (2, 2, 3)
 
 
-def test_a_profile_survives_its_file(tmp_path: Path) -> None:
-    profile = CostProfile((1, 2, 64), (0.1, 1 / 3, 2.0))
-    profile.save(tmp_path / "profile.json")
-    assert CostProfile.load(tmp_path / "profile.json") == profile
-
-
 @pytest.mark.parametrize(
     "content",
     ["", "{", "[]", "3", "{}", {"rows": [1]}, {"rows": [1], "seconds": None}, {"rows": [1], "seconds": [0]}],
@@ -136,11 +128,6 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, content: Any) -> N
 def test_a_missing_file_is_reported_as_missing(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         CostProfile.load(tmp_path / "none.json")
-
-
-def test_graphs_pad_to_the_next_captured_size() -> None:
-    profile = CostProfile((1, 4, 8, 16), (1.0, 2.0, 3.0, 7.0), captured=(2, 4, 8))
-    assert seconds_at(profile, 12)[1:] == pytest.approx([4 / 3, 4 / 3, 2, 2, 3, 3, 3, 3, 3.5, 4, 4.5, 5])
 
 
 def test_drafting_costs_by_the_number_of_requests() -> None:
@@ -182,27 +169,11 @@ def test_measuring_times_drafting_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_file_holds_all_of_a_profile(tmp_path: Path) -> None:
-    profile = CostProfile(
-        (1, 2), (0.1, 0.2), (1, 8), (0.01, 0.02), (1, 2), 64, 1e-7, source="modelled", device="a card"
-    )
+    curves = (1, 2), (0.1, 1 / 3), (1, 8), (0.01, 0.02), (1, 2)
+    profile = CostProfile(*curves, 64, 1e-7, source="modelled", device="a card")
     profile.save(tmp_path / "profile.json")
     assert CostProfile.load(tmp_path / "profile.json") == profile
     assert json.loads((tmp_path / "profile.json").read_text())["source"] == "modelled"
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"draft_requests": (1,)}, "draft_requests, draft_seconds: expected the same length"),
-        ({"captured": (4, 2)}, "captured: expected increasing"),
-        ({"context_tokens": -1}, "context_tokens"),
-        ({"seconds_per_context_token": float("inf")}, "seconds_per_context_token"),
-        ({"source": "guessed"}, "source: expected 'measured' or 'modelled', got 'guessed'"),
-    ],
-)
-def test_a_bad_field_is_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        CostProfile((1,), (1.0,), **fields)
 
 
 # Rooflines

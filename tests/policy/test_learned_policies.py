@@ -21,7 +21,7 @@ from dspark.policy import (
     TrackedProfile,
     VerifyPolicy,
 )
-from tests.policy.test_policies import BEND, FLAT, signals
+from tests.policy.helpers import BEND, FLAT, signals
 
 NAN = float("nan")
 
@@ -90,7 +90,7 @@ def test_p25_goodput_keeps_statistics_by_class() -> None:
     for _ in range(80):
         last = round_of(policy, 0, **hopeless), round_of(policy, 3, **good)
     assert last == ([0], [3])
-    assert policy._rates().shape == (2, 3)
+    assert policy._state["seen"].shape == (2, 3)
 
 
 def test_goodput_counts_the_drafts_that_were_judged() -> None:
@@ -98,10 +98,10 @@ def test_goodput_counts_the_drafts_that_were_judged() -> None:
     asked = signals(None, [3, 1], requests=2)
     policy.plan(asked)
     policy.observe(Outcome((0, 1), torch.tensor([3, 1]), torch.tensor([1, 1])))
-    assert policy._seen is not None
-    assert policy._accepted is not None
-    assert policy._seen.tolist() == [[2, 1, 0]]
-    assert policy._accepted.tolist() == [[2, 0, 0]]
+    assert {name: count.tolist() for name, count in policy._state.items()} == {
+        "seen": [[2, 1, 0]],
+        "accepted": [[2, 0, 0]],
+    }
 
 
 def test_the_bandit_settles_on_the_best_length() -> None:

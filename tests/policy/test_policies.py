@@ -10,29 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark.ops.schedule import schedule_prefix
-from dspark.policy import ConfidenceScheduled, CostProfile, FixedK, Oracle, Outcome, Signals
+from dspark.policy import ConfidenceScheduled, CostProfile, FixedK, Oracle, Signals
+from tests.policy.helpers import BEND, FLAT, outcome, signals
 
-FLAT = CostProfile((1, 2), (1.0, 1.0))
-BEND = CostProfile((1, 4, 32), (1.0, 1.4, 8.0))
 APPENDIX_A = CostProfile((1, 2, 3), (1.0, 2.0, 1 / 0.45))
-
-
-def signals(
-    confidence: list[list[float]] | None, caps: list[int] | None = None, *, draft_len: int = 3, requests: int = 1
-) -> Signals:
-    if confidence is not None:
-        requests, draft_len = len(confidence), len(confidence[0])
-    return Signals(
-        request_ids=tuple(range(requests)),
-        max_lengths=torch.tensor(caps if caps is not None else [draft_len] * requests),
-        draft_len=draft_len,
-        confidence=None if confidence is None else torch.tensor(confidence),
-    )
-
-
-def outcome(request_ids: tuple[int, ...], accepted: tuple[int, ...] = ()) -> Outcome:
-    counts = torch.tensor(accepted) if accepted else torch.zeros(len(request_ids), dtype=torch.long)
-    return Outcome(request_ids, counts, counts)
 
 
 def test_signals_hold_nothing_that_was_drawn() -> None:
@@ -53,12 +34,9 @@ def test_p22_fixed_k_verifies_k(k: int) -> None:
     assert planned.dtype == torch.int64
 
 
-def test_p11_fixed_k_above_the_draft_length_is_refused() -> None:
+def test_p11_fixed_k_outside_0_to_the_draft_length_is_refused() -> None:
     with pytest.raises(ValueError, match="k: expected at most the draft length 3, got 4"):
         FixedK(4).plan(signals(None))
-
-
-def test_fixed_k_below_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="k: expected at least 0, got -1"):
         FixedK(-1)
 
@@ -135,12 +113,9 @@ def test_the_lagged_scheduler_goes_on_when_requests_join_and_leave() -> None:
         assert int(policy.plan(signals([[0.9, 0.9, 0.9]] * requests)).sum()) == total
 
 
-def test_p24_a_scheduler_needs_a_cost_profile() -> None:
+def test_p24_the_scheduler_refuses_other_lags_and_what_is_missing() -> None:
     with pytest.raises(TypeError, match="profile: expected a CostProfile, got NoneType"):
         ConfidenceScheduled(None)  # type: ignore[arg-type]
-
-
-def test_the_scheduler_refuses_other_lags_and_missing_confidences() -> None:
     with pytest.raises(ValueError, match="lag: expected 0 or 2, got 1"):
         ConfidenceScheduled(FLAT, lag=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"confidence: .* needs a drafter with a confidence head"):
@@ -153,7 +128,7 @@ def test_the_scheduler_refuses_other_lags_and_missing_confidences() -> None:
 def test_the_oracle_verifies_through_the_first_rejected_draft() -> None:
     policy = Oracle({0: [0, 2], 1: [3, 1]})
     assert policy.plan(signals(None, requests=2)).tolist() == [1, 3]  # 3 accepted of 3: none is rejected
-    policy.observe(outcome((0, 1), (0, 3)))
+    policy.observe(outcome((0, 3), (0, 3)))
     assert policy.plan(signals(None, requests=2)).tolist() == [3, 2]
     assert not policy.diverged
 
@@ -163,7 +138,7 @@ def test_p19_the_oracle_verifies_all_once_a_request_has_left_its_path() -> None:
     policy.observe(outcome((0, 1), (0, 1)))
     assert policy.diverged == {1}
     assert policy.plan(signals(None, requests=2)).tolist() == [1, 3]
-    policy.observe(outcome((0, 1), (0, 0)))
+    policy.observe(outcome((0, 0), (0, 0)))
     assert policy.plan(signals(None, requests=2)).tolist() == [1, 3]
 
 
@@ -171,7 +146,7 @@ def test_the_oracle_goes_by_request_and_not_by_place() -> None:
     policy = Oracle({7: [0, 2], 4: [1]})
     caps = torch.tensor([3, 3])
     assert policy.plan(Signals((4, 7), caps, 3, None)).tolist() == [2, 1]
-    policy.observe(outcome((7,), (0,)))
+    policy.observe(outcome([0], [0], (7,)))
     assert policy.plan(Signals((7, 4), caps, 3, None)).tolist() == [3, 2]
     assert policy.plan(Signals((7, 4), torch.tensor([1, 0]), 3, None)).tolist() == [1, 0]
 

@@ -14,23 +14,10 @@ from dspark.policy import ConfidenceScheduled, CostProfile, FixedK, VerifyPolicy
 from dspark.policy.simulator import Domain, Engine, Replay, Result, Workload, simulate, summarize, synthetic_trace
 from dspark.policy.simulator.replay import Between
 from dspark.policy.traces import Trace
+from tests.policy.helpers import FLAT, recorded
 from tests.tolerances import REPLAY, SIGMAS
 
-FLAT = CostProfile((1,), (1.0,))
 FLOAT32 = float(np.finfo(np.float32).eps)
-
-
-def recorded(positions: list[list[int]], accepted: list[list[int]], domains: list[int], draft_len: int = 4) -> Trace:
-    return Trace(
-        domains=tuple(f"d{i}" for i in range(max(domains) + 1)),
-        request=np.repeat(np.arange(len(positions)), [len(p) for p in positions]),
-        round=np.concatenate([np.arange(len(p)) for p in positions]),
-        position=np.concatenate(positions),
-        context=np.concatenate(positions),
-        domain=np.repeat(domains, [len(p) for p in positions]),
-        accepted=np.concatenate(accepted),
-        draft_len=draft_len,
-    )
 
 
 # Synthetic traces
@@ -38,7 +25,6 @@ def recorded(positions: list[list[int]], accepted: list[list[int]], domains: lis
 
 def test_a_seed_gives_one_trace() -> None:
     one, same, other = (synthetic_trace(requests=2, tokens=40, seed=seed) for seed in (1, 1, 2))
-    assert one.confidence is not None
     assert np.array_equal(one.confidence, same.confidence)  # type: ignore[arg-type]
     assert np.array_equal(one.accepted, same.accepted)
     assert not np.array_equal(one.accepted, other.accepted)
@@ -46,7 +32,6 @@ def test_a_seed_gives_one_trace() -> None:
 
 def excess(trace: Trace) -> tuple[float, float]:
     """Acceptance beyond confidence, over drafts of more and of less than even confidence, in standard errors."""
-    assert trace.confidence is not None
     slot = np.arange(trace.draft_len)
     reached = slot <= trace.accepted[:, None]
     sure = trace.confidence > 0.5
@@ -69,8 +54,6 @@ def test_confidences_are_calibrated_unless_told_otherwise() -> None:
     assert high < -SIGMAS
     assert low > SIGMAS
     assert np.array_equal(over_confident.accepted, calibrated.accepted)
-    assert calibrated.confidence is not None
-    assert over_confident.confidence is not None
     order = np.argsort(calibrated.confidence, axis=None)
     assert (np.diff(over_confident.confidence.reshape(-1)[order]) >= -FLOAT32).all()  # the order stays
 
@@ -117,7 +100,7 @@ def test_synthetic_traces_refuse_values_outside_their_ranges(call, message: str)
 
 
 def test_a_position_between_rounds_takes_the_nearest_row() -> None:
-    replay = Replay(recorded([[1, 6, 8], [3]], [[4, 3, 0], [2]], [0, 0]))
+    replay = Replay(recorded([[4, 3, 0], [2]], [[1, 6, 8], [3]], draft_len=4))
     assert (replay.begin.tolist(), replay.end.tolist()) == ([0, 8], [8, 11])
     #                   position: 1  2  3  4  5  6  7  8 | 3  4  5; 7 lies between 6 and 8: the earlier
     assert replay.accepted.tolist() == [4, 4, 4, 3, 3, 3, 3, 0, 2, 2, 2]
@@ -131,7 +114,7 @@ def test_the_nearest_row_is_the_one_that_a_search_finds(data: st.DataObject) -> 
         steps = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=5))
         positions.append(np.cumsum(steps).tolist())
         accepted.append(data.draw(st.lists(st.integers(0, 4), min_size=len(steps), max_size=len(steps))))
-    replay = Replay(recorded(positions, accepted, [0] * requests))
+    replay = Replay(recorded(accepted, positions, draft_len=4))
     for request, own in enumerate(positions):
         assert replay.end[request] - replay.begin[request] == own[-1] + accepted[request][-1] + 1 - own[0]
         for place in range(replay.begin[request], replay.end[request]):
@@ -142,14 +125,12 @@ def test_the_nearest_row_is_the_one_that_a_search_finds(data: st.DataObject) -> 
 
 def test_a_round_between_recorded_ones_is_put_together_of_their_tokens() -> None:
     confidence = np.arange(16, dtype=np.float32).reshape(4, 4) / 16
-    trace = recorded([[1, 4, 6], [3]], [[2, 1, 0], [0]], [0, 0])
-    replay = Replay(dataclasses.replace(trace, confidence=confidence, margin=2 * confidence), between="tokens")
+    trace = recorded([[2, 1, 0], [0]], [[1, 4, 6], [3]], draft_len=4, confidence=confidence, margin=2 * confidence)
+    replay = Replay(trace, between="tokens")
     assert (replay.begin.tolist(), replay.end.tolist()) == ([0, 6], [6, 7])
     #  position: 1     2     3    4    5    6   | 3
     #     drafts: yes,  yes,  no | yes, no | no | no
     assert replay.accepted.tolist() == [2, 1, 0, 1, 0, 0, 0]
-    assert replay.confidence is not None
-    assert replay.margin is not None
     said = (16 * replay.confidence).int().tolist()
     assert said[0] == [0, 1, 2, 3]  # the row that was recorded, past its rejected draft, too
     assert said[1] == [1, 2, 4, 5]  # what is left of it, then the tokens of the next
@@ -162,7 +143,7 @@ def test_a_round_between_recorded_ones_is_put_together_of_their_tokens() -> None
 
 @pytest.mark.parametrize(("chance", "passed"), [(0.0, False), (1.0, True)])
 def test_the_token_after_a_full_block_passes_with_the_chance_of_the_last_draft(chance: float, passed: bool) -> None:
-    trace = recorded([[1, 4, 7]], [[2, 2, 0]], [0], draft_len=2)
+    trace = recorded([[2, 2, 0]], draft_len=2)
     confidence = np.array([[0.5, chance]] * 3, dtype=np.float32)
     replay = Replay(dataclasses.replace(trace, confidence=confidence), between="tokens")
     assert replay.accepted.tolist() == [2, 1 + passed, 2 * passed, 2, 1 + passed, int(passed), 0]
@@ -180,14 +161,13 @@ def test_a_dense_trace_and_recorded_rows_are_replayed_as_they_are(data: st.DataO
         replay = Replay(trace, between=between)
         place = replay.begin[trace.request] + trace.position - 1
         assert np.array_equal(replay.accepted[place], trace.accepted)
-        assert replay.confidence is not None
         assert np.array_equal(replay.confidence.numpy()[place], trace.confidence)  # type: ignore[arg-type]
         assert len(replay.accepted) == replay.end[-1]
         assert ((replay.accepted >= 0) & (replay.accepted <= 3)).all()
 
 
 def test_what_follows_is_of_the_same_domain_and_depends_on_request_and_turn_alone() -> None:
-    replay = Replay(recorded([[1]] * 6, [[0]] * 6, [0, 1, 0, 1, 1, 0]), seed=3)
+    replay = Replay(recorded([[0]] * 6, domains=[0, 1, 0, 1, 1, 0]), seed=3)
     request = np.arange(400)
     for origin, domain in ((0, {0, 2, 5}), (1, {1, 3, 4})):
         followers = replay.follow(np.full(400, origin), request, np.ones(400, dtype=np.int64))
@@ -196,7 +176,7 @@ def test_what_follows_is_of_the_same_domain_and_depends_on_request_and_turn_alon
         assert np.array_equal(followers, backwards[::-1])
         again = replay.follow(np.full(400, origin), request, np.full(400, 2))
         assert not np.array_equal(followers, again)
-    other = Replay(recorded([[1]] * 6, [[0]] * 6, [0, 1, 0, 1, 1, 0]), seed=4)
+    other = Replay(recorded([[0]] * 6, domains=[0, 1, 0, 1, 1, 0]), seed=4)
     assert not np.array_equal(replay.order(60), other.order(60))
     assert sorted(replay.order(12).tolist()) == sorted([*range(6)] * 2)
 
@@ -244,7 +224,6 @@ def test_rounds_in_order_replay_a_recorded_run_row_by_row() -> None:
             return super().plan(signals)
 
     simulate(trace, Watching(7), Workload.closed(1, output_tokens=60, spread=0), Engine(FLAT, max_batch=1))
-    assert trace.confidence is not None
     assert np.array_equal(np.stack(seen), trace.confidence[: len(seen)])
     assert len(seen) > 10
     no_confidence = dataclasses.replace(trace, confidence=None)

@@ -7,10 +7,12 @@ Code documents are the ``.py`` sources; prose documents are docstrings and the l
 from __future__ import annotations
 
 import ast
+import dataclasses
 import hashlib
 import inspect
+import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,13 +20,17 @@ from typing import Literal
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from dspark.models.tiny import Prompt
+
 END_OF_TEXT = "<|endoftext|>"
 MASK = "<|mask|>"
+PROMPT_TOKENS = 96
 
 _SKIPPED_FOLDERS = {
     "site-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data", "lib2to3", "turtledemo",
 }  # fmt: skip
 _MIN_PROSE_CHARS = 160
+_MIN_PROMPT_TEXT = 2 * PROMPT_TOKENS
 _HELD_OUT_ONE_IN = 20
 
 
@@ -114,3 +120,27 @@ def crops(stream: np.ndarray, batch: int, length: int, seed: tuple[int, ...]) ->
     """Draw ``batch`` random windows ``[batch, length]`` (int64); a pure function of ``seed``, so runs can resume."""
     starts = np.random.default_rng(seed).integers(0, len(stream) - length, size=batch)
     return np.stack([stream[s : s + length] for s in starts]).astype(np.int64)
+
+
+def openings(docs: Iterable[Document], tokenizer: Tokenizer, per_domain: int) -> list[Prompt]:
+    """The first tokens of up to ``per_domain`` held-out documents of each domain, one per source, long ones only.
+
+    They ship with the tiny pair, so that it can be tried on text that it has not seen.
+    """
+    taken: dict[str, list[Prompt]] = {"code": [], "prose": []}
+    seen: set[tuple[str, str]] = set()
+    for doc in docs:
+        chosen, key = taken[doc.domain], (doc.domain, doc.source)
+        if not doc.held_out or key in seen or len(chosen) == per_domain:
+            continue
+        ids = tokenizer.encode(doc.text).ids
+        if len(ids) >= _MIN_PROMPT_TEXT:
+            seen.add(key)
+            chosen.append(Prompt(doc.domain, doc.source, tokenizer.decode(ids[:PROMPT_TOKENS])))
+    return [prompt for chosen in taken.values() for prompt in chosen]
+
+
+def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
+    """Write prompts as JSON lines."""
+    lines = [json.dumps(dataclasses.asdict(p), ensure_ascii=False) for p in prompts]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

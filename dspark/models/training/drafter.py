@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dspark.models.draft_network import DrafterConfig, DSparkNetwork
 from dspark.models.training.loop import Losses, StepLog, Training, initialise, run_training
-from dspark.models.training.target import TINY_TARGET_SHAPE, causal_attend
+from dspark.models.training.target import TINY_TARGET_SHAPE, causal_attend, dense_attention
 from dspark.models.transformer import CausalLM
 from dspark.ops.draft.walk import sequential_step
 from dspark.ops.types import ConfidenceHead
@@ -128,11 +128,7 @@ def block_losses(
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         context_k, context_v = context_kv[layer]  # [B, L, Hkv, D]
-        keys, values = torch.cat([context_k, k], dim=1), torch.cat([context_v, v], dim=1)
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask, enable_gqa=True
-        )
-        return out.transpose(1, 2)
+        return dense_attention(q, torch.cat([context_k, k], dim=1), torch.cat([context_v, v], dim=1), attn_mask=mask)
 
     inputs = torch.full((batch, count, block), config.mask_token_id)
     inputs[:, :, 0] = tokens[row[..., 0], anchors]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from dspark.policy.traces import Trace
 
 Ints = NDArray[np.int64]
+BySlot = Callable[[NDArray[np.float32]], NDArray[np.float32]]
 Between = Literal["nearest", "tokens"]
 """What stands in at a position that was not recorded."""
 
@@ -57,14 +58,12 @@ class Replay:
         self.draft_len = trace.draft_len
         owner = np.repeat(np.arange(len(first)), last - first + 1)
         rows = self.begin[owner] + trace.position - trace.position[first][owner]  # [n], the place of each row
-        rounds: _Rows | _Tokens
         if between == "nearest":
-            rounds = _Rows(rows, owner, int(self.end[-1]))
+            self.accepted, by_slot = _nearest_rows(trace, rows, owner, int(self.end[-1]))
         else:
-            rounds = _Tokens(trace, rows, np.repeat(self.end, span), seed)
-        self.accepted: Ints = rounds.accepted(trace.accepted)
-        self.confidence = rounds.by_slot(trace.confidence)
-        self.margin = rounds.by_slot(trace.margin)
+            self.accepted, by_slot = _by_token(trace, rows, np.repeat(self.end, span), seed)
+        self.confidence = None if trace.confidence is None else torch.from_numpy(by_slot(trace.confidence))
+        self.margin = None if trace.margin is None else torch.from_numpy(by_slot(trace.margin))
         self._seed = seed
         self._by_domain: Ints = np.argsort(self.domain, kind="stable")
         self._count = np.bincount(self.domain, minlength=len(trace.domains))
@@ -85,72 +84,62 @@ class Replay:
         return following
 
 
-class _Rows:
+def _nearest_rows(trace: Trace, rows: Ints, owner: Ints, places: int) -> tuple[Ints, BySlot]:
     """For each place, the row whose place is nearest among those of the same request.
 
     Args:
+        trace: the rows.
         rows: ``[n]``, the place of each row, increasing.
         owner: ``[n]``, the request of each row.
         places: how many there are.
+
+    Returns:
+        ``[places]``, the drafts accepted in a round that begins there; and what turns a recorded quantity ``[n, G]``
+        into ``[places, G]``, that of a round that begins there.
     """
-
-    def __init__(self, rows: Ints, owner: Ints, places: int) -> None:
-        place = np.arange(places)
-        before = np.searchsorted(rows, place, side="right") - 1  # a request's first row is at its first place
-        after = np.minimum(before + 1, len(rows) - 1)
-        closer = (owner[after] == owner[before]) & (rows[after] - place < place - rows[before])
-        self._row = np.where(closer, after, before)
-
-    def accepted(self, recorded: NDArray[np.int64]) -> Ints:
-        """``[places]``: drafts accepted in a round that begins there."""
-        counts: Ints = recorded[self._row].astype(np.int64)
-        return counts
-
-    def by_slot(self, recorded: NDArray[np.float32] | None) -> Tensor | None:
-        """``[places, G]``: a recorded quantity for a round that begins there."""
-        return None if recorded is None else torch.from_numpy(recorded[self._row].astype(np.float32))
+    place = np.arange(places)
+    before = np.searchsorted(rows, place, side="right") - 1  # a request's first row is at its first place
+    after = np.minimum(before + 1, len(rows) - 1)
+    closer = (owner[after] == owner[before]) & (rows[after] - place < place - rows[before])
+    row = np.where(closer, after, before)
+    return trace.accepted[row].astype(np.int64), lambda recorded: recorded[row].astype(np.float32)
 
 
-class _Tokens:
-    """A trace's rows taken apart into tokens, one a place.
+def _by_token(trace: Trace, rows: Ints, end: Ints, seed: int) -> tuple[Ints, BySlot]:
+    """A trace's rows taken apart into tokens, one a place, and put together to the round that begins at each.
 
     Args:
         trace: the rows.
         rows: ``[n]``, the place of each row's first draft.
         end: ``[places]``, past the last place of the request that each belongs to.
         seed: for the tokens that no row tells of.
+
+    Returns:
+        As :func:`_nearest_rows`.
     """
+    place = np.arange(len(end))
+    row = np.searchsorted(rows, place, side="right") - 1  # the last that began at or before it
+    slot = place - rows[row]
+    accepted = trace.accepted[row]
+    shown = np.minimum(slot, trace.draft_len - 1)
+    fate = slot < accepted
+    unknown = slot > np.minimum(accepted, trace.draft_len - 1)
+    if trace.confidence is None:
+        chance = np.full(len(place), np.nan_to_num(trace.summary().acceptance_by_position[-1]))
+    else:
+        chance = trace.confidence[row, shown].astype(np.float64)
+    fate[unknown] = np.random.default_rng([seed, 1]).random(int(unknown.sum())) < chance[unknown]
+    # [places, G], the token that each slot of a round drafts; past the end, the last one stands in
+    drafts = np.minimum(place[:, None] + np.arange(trace.draft_len), end[:, None] - 1)
+    counts: Ints = fate[drafts].cumprod(1).sum(1)
+    counts[rows] = trace.accepted
 
-    def __init__(self, trace: Trace, rows: Ints, end: Ints, seed: int) -> None:
-        place = np.arange(len(end))
-        self._rows = rows
-        self._row = np.searchsorted(rows, place, side="right") - 1  # the last that began at or before it
-        slot = place - rows[self._row]
-        accepted = trace.accepted[self._row]
-        self._slot = np.minimum(slot, trace.draft_len - 1)
-        self._fate = slot < accepted
-        unknown = slot > np.minimum(accepted, trace.draft_len - 1)
-        if trace.confidence is None:
-            chance = np.full(len(place), np.nan_to_num(trace.summary().acceptance_by_position[-1]))
-        else:
-            chance = trace.confidence[self._row, self._slot].astype(np.float64)
-        self._fate[unknown] = np.random.default_rng([seed, 1]).random(int(unknown.sum())) < chance[unknown]
-        # [places, G], the token that each slot of a round drafts; past the end, the last one stands in
-        self._drafts = np.minimum(place[:, None] + np.arange(trace.draft_len), end[:, None] - 1)
+    def by_slot(recorded: NDArray[np.float32]) -> NDArray[np.float32]:
+        values: NDArray[np.float32] = recorded[row, shown].astype(np.float32)[drafts]
+        values[rows] = recorded
+        return values
 
-    def accepted(self, recorded: NDArray[np.int64]) -> Ints:
-        """As :meth:`_Rows.accepted`."""
-        counts: Ints = self._fate[self._drafts].cumprod(1).sum(1)
-        counts[self._rows] = recorded
-        return counts
-
-    def by_slot(self, recorded: NDArray[np.float32] | None) -> Tensor | None:
-        """As :meth:`_Rows.by_slot`."""
-        if recorded is None:
-            return None
-        values = recorded[self._row, self._slot].astype(np.float32)[self._drafts]
-        values[self._rows] = recorded
-        return torch.from_numpy(values)
+    return counts, by_slot
 
 
 def _mix(state: NDArray[np.uint64] | np.uint64, value: Ints) -> NDArray[np.uint64]:

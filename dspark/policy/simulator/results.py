@@ -1,19 +1,26 @@
-"""A run in numbers, and runs as tables and files."""
+"""Policies compared at a range of loads: runs in numbers, and these as a table, files and a picture."""
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dspark.policy.simulator.run import Run
+from dspark.policy.output import markdown_table, picture, write_records
+from dspark.policy.protocol import VerifyPolicy
+from dspark.policy.simulator.replay import Replay
+from dspark.policy.simulator.run import Engine, Run, simulate
+from dspark.policy.simulator.workload import Workload
+from dspark.policy.traces import Trace
+
+PolicyMaker = Callable[[Engine], VerifyPolicy]
+"""Makes a fresh policy for an engine, since a policy may learn."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,34 @@ def summarize(run: Run, policy: str, arrivals: str, concurrency: int, warmup: fl
     )
 
 
+def sweep(
+    trace: Trace | Replay,
+    policies: Mapping[str, PolicyMaker],
+    loads: Sequence[tuple[Workload, int]],
+    engine: Engine,
+    *,
+    seed: int = 0,
+) -> Iterator[Result]:
+    """Simulate each policy under each load, all on the same text.
+
+    Args:
+        trace: to replay.
+        policies: name -> what makes the policy.
+        loads: workloads, each with the most requests in flight that the engine then takes.
+        engine: machine; its ``max_batch`` is replaced by that of the load.
+        seed: of the order of the trace's requests.
+
+    Yields:
+        A result for each load and policy, when it is known.
+    """
+    replay = trace if isinstance(trace, Replay) else Replay(trace, seed)
+    for workload, concurrency in loads:
+        machine = replace(engine, max_batch=concurrency)
+        for name, make in policies.items():
+            run = simulate(replay, make(machine), workload, machine)
+            yield summarize(run, name, workload.name, concurrency)
+
+
 def _total(array: Any) -> float:
     return float(array.sum())
 
@@ -137,14 +172,9 @@ _COLUMNS: Mapping[str, tuple[str, float, str]] = {
 
 def markdown(results: Sequence[Result]) -> str:
     """Results as a Markdown table, in their order."""
-    lines = [
-        "| " + " | ".join(heading for heading, _, _ in _COLUMNS.values()) + " |",
-        "|" + "|".join("---" if not form else "---:" for _, _, form in _COLUMNS.values()) + "|",
-    ]
-    for result in results:
-        cells = [_cell(getattr(result, name), scale, form) for name, (_, scale, form) in _COLUMNS.items()]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    rule = "|" + "|".join("---:" if form else "---" for _, _, form in _COLUMNS.values()) + "|"
+    rows = [[_cell(getattr(r, name), scale, form) for name, (_, scale, form) in _COLUMNS.items()] for r in results]
+    return markdown_table([heading for heading, _, _ in _COLUMNS.values()], rows, rule)
 
 
 def _cell(value: Any, scale: float, form: str) -> str:
@@ -157,10 +187,7 @@ def _cell(value: Any, scale: float, form: str) -> str:
 
 def write_csv(path: str | Path, results: Sequence[Result]) -> None:
     """Write one line per result, under the names of :class:`Result`'s fields."""
-    with Path(path).open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [f.name for f in dataclasses.fields(Result)])
-        writer.writeheader()
-        writer.writerows(dataclasses.asdict(result) for result in results)
+    write_records(path, [f.name for f in dataclasses.fields(Result)], map(dataclasses.asdict, results))
 
 
 def write_json(path: str | Path, results: Sequence[Result], settings: Mapping[str, Any]) -> None:
@@ -171,3 +198,27 @@ def write_json(path: str | Path, results: Sequence[Result], settings: Mapping[st
     ]
     content = json.dumps({"settings": dict(settings), "results": rows}, indent=1, allow_nan=False)
     Path(path).write_text(content + "\n", encoding="utf-8")
+
+
+def write_picture(path: str | Path, results: Sequence[Result]) -> None:
+    """Draw throughput against speed per user, and what is verified and wasted against the load, a line per policy.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    with picture(path, 3, (16, 4.5)) as (speed, budget, waste):
+        for policy in dict.fromkeys(result.policy for result in results):
+            own = [result for result in results if result.policy == policy]
+            running = [result.running for result in own]
+            per_user, service = [r.user_tokens_per_s for r in own], [r.tokens_per_s for r in own]
+            speed.plot(per_user, service, "o-", label=policy, markersize=3)
+            budget.plot(running, [r.verified_per_round for r in own], "o-", label=policy, markersize=3)
+            waste.plot(running, [100 * r.waste for r in own], "o-", label=policy, markersize=3)
+        speed.set(xlabel="tokens/s per user", ylabel="tokens/s of the service", yscale="log")
+        budget.set(xlabel="running requests", ylabel="drafts verified per request and round")
+        waste.set(xlabel="running requests", ylabel="verified drafts that were rejected, %")
+        speed.legend(fontsize=8)
+        for axes in (budget, waste):
+            axes.set_xscale("log", base=2)
+        for axes in (speed, budget, waste):
+            axes.grid(alpha=0.3)

@@ -3,22 +3,63 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, fields
-from functools import cached_property
+from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dspark.policy.cost import CostProfile, StepCost
 from dspark.policy.gated import Clairvoyant, DraftGate
 from dspark.policy.protocol import Outcome, Signals, VerifyPolicy
-from dspark.policy.simulator.engine import Engine
 from dspark.policy.simulator.replay import Ints, Replay
 from dspark.policy.simulator.workload import Workload
 from dspark.policy.traces import Trace
 
 Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A serving engine with continuous batching.
+
+    Attributes:
+        profile: what a round costs. With a curve for drafting, rounds without drafts are cheaper by it.
+        plain: what a step without drafts costs, for a profile that has no such curve.
+        max_batch: most requests in flight, those in prefill included.
+        num_pages: pages of key/value cache; None is no limit. A request is admitted when there is room for all it may
+            ever need (prompt, output, one block of drafts), in order of arrival.
+        page_size: tokens per page.
+        prefill_chunk: most prompt tokens that a step takes beside its decode rows, at the cost of as many rows; 0 is
+            prompts that are processed elsewhere and arrive with their first token.
+
+    Raises:
+        ValueError: a number is outside its range, or both the profile and ``plain`` say what drafting costs.
+    """
+
+    profile: CostProfile
+    _: KW_ONLY
+    plain: CostProfile | None = None
+    max_batch: int = 64
+    num_pages: int | None = None
+    page_size: int = 16
+    prefill_chunk: int = 2048
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "num_pages", "page_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+        if self.prefill_chunk < 0:
+            raise ValueError(f"prefill_chunk: expected at least 0, got {self.prefill_chunk}")
+        StepCost(self.profile, self.plain)
+
+    @property
+    def cost(self) -> StepCost:
+        """The price of a step."""
+        return StepCost(self.profile, self.plain)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +114,7 @@ def simulate(trace: Trace | Replay, policy: VerifyPolicy, workload: Workload, en
     return _Service(replay, policy, workload, engine).run()
 
 
-@dataclass
-class _Batch:
+class _Batch(NamedTuple):
     """The decoding requests, one entry each."""
 
     request: Ints
@@ -84,17 +124,6 @@ class _Batch:
     left: Ints  # tokens to emit
     context: Ints  # tokens before its anchor
 
-    @classmethod
-    def empty(cls) -> _Batch:
-        return cls(*(np.empty(0, dtype=np.int64) for _ in fields(cls)))
-
-    def arrays(self) -> list[Ints]:
-        return [self.request, self.recorded, self.place, self.turn, self.left, self.context]
-
-    @cached_property
-    def ids(self) -> tuple[int, ...]:
-        return tuple(self.request.tolist())
-
 
 @dataclass
 class _Service:
@@ -102,15 +131,12 @@ class _Service:
     policy: VerifyPolicy
     workload: Workload
     engine: Engine
-    now: float = 0.0
-    batch: _Batch = field(default_factory=_Batch.empty)
 
     def __post_init__(self) -> None:
         count = len(self.workload)
-        if self.workload.arrival is None:
-            self._arrival = np.zeros(count)
-        else:
-            self._arrival = self.workload.arrival.copy()
+        self.now = 0.0
+        self.batch = _Batch(*np.empty((len(_Batch._fields), 0), dtype=np.int64))
+        self._arrival = np.zeros(count) if self.workload.arrival is None else self.workload.arrival.copy()
         self._admitted, self._first, self._finish = (np.full(count, np.nan) for _ in range(3))
         self._origin = self.replay.order(count)
         need = self.workload.prompt + self.workload.output + self.replay.draft_len
@@ -171,22 +197,21 @@ class _Service:
         """One forward pass: a round of the decoding requests, and a chunk of the prompts that wait."""
         start, batch = self.now, self.batch
         done, prefill = self._take_prompts()
-        requests = len(batch.request)
+        requests, ids = len(batch.request), tuple(batch.request.tolist())
         lengths = accepted = np.zeros(requests, dtype=np.int64)
         drafting, context = False, int(batch.context.sum())
         if requests:
             caps = np.minimum(batch.left - 1, self.replay.draft_len)
             drafting = bool(caps.max() > 0) and (self._gate is None or self._gate.drafts(requests, context))
             if drafting:
-                lengths = self._plan(caps, context)
+                lengths = self._plan(ids, caps, context)
                 accepted = np.minimum(self.replay.accepted[batch.place], lengths)
         verified = int(lengths.sum())
         seconds = self._cost.seconds(requests + verified + prefill, requests, context, drafting)
         self.now += seconds
         if requests:
-            self.policy.observe(
-                Outcome(batch.ids, _tensor(lengths), _tensor(accepted), seconds, self._classes(), context)
-            )
+            counts = _tensor(lengths), _tensor(accepted)
+            self.policy.observe(Outcome(ids, *counts, seconds, self._classes(), context))
         total = int(accepted.sum())
         emitted = requests + total + len(done)
         self._steps.append((start, seconds, requests, requests * drafting, prefill, verified, total, emitted))
@@ -207,11 +232,11 @@ class _Service:
                 done.append(self._prompts.popleft()[0])
         return done, self.engine.prefill_chunk - room
 
-    def _plan(self, caps: Ints, context: int) -> Ints:
+    def _plan(self, ids: tuple[int, ...], caps: Ints, context: int) -> Ints:
         place = _tensor(self.batch.place)
         confidence, margin = self.replay.confidence, self.replay.margin
         signals = Signals(
-            request_ids=self.batch.ids,
+            request_ids=ids,
             max_lengths=_tensor(caps),
             draft_len=self.replay.draft_len,
             confidence=None if confidence is None else confidence.index_select(0, place),
@@ -241,32 +266,31 @@ class _Service:
         if not new.size:
             return
         recorded = self._origin[new]
-        added = [
-            new,
-            recorded,
-            self.replay.begin[recorded],
-            np.zeros_like(new),
-            self.workload.output[new] - 1,
-            self.workload.prompt[new],
-        ]
-        self.batch = _Batch(*(np.concatenate(pair) for pair in zip(self.batch.arrays(), added, strict=True)))
+        added = _Batch(
+            request=new,
+            recorded=recorded,
+            place=self.replay.begin[recorded],
+            turn=np.zeros_like(new),
+            left=self.workload.output[new] - 1,
+            context=self.workload.prompt[new],
+        )
+        self.batch = _Batch(*map(np.concatenate, zip(self.batch, added, strict=True)))
 
     def _advance(self, emitted: Ints) -> None:
         """Move each decoding request on by what it emitted; let those go that are done."""
-        batch = self.batch
-        batch.left -= emitted
-        batch.context += emitted
-        batch.place += emitted
-        over = np.flatnonzero(batch.place >= self.replay.end[batch.recorded])
+        request, recorded, place, turn, left, context = self.batch  # these change in place
+        left -= emitted
+        context += emitted
+        place += emitted
+        over = np.flatnonzero(place >= self.replay.end[recorded])
         if over.size:
-            batch.turn[over] += 1
-            following = self.replay.follow(batch.recorded[over], batch.request[over], batch.turn[over])
-            batch.recorded[over] = following
-            batch.place[over] = self.replay.begin[following]
-        running = batch.left > 0
+            turn[over] += 1
+            recorded[over] = self.replay.follow(recorded[over], request[over], turn[over])
+            place[over] = self.replay.begin[recorded[over]]
+        running = left > 0
         if not running.all():
-            self._leave(batch.request[~running])
-            self.batch = _Batch(*(array[running] for array in batch.arrays()))
+            self._leave(request[~running])
+            self.batch = _Batch(*(array[running] for array in self.batch))
 
     def _leave(self, requests: Ints) -> None:
         self._finish[requests] = self.now
