@@ -1,7 +1,7 @@
 # Every target builds .venv when pyproject.toml or constraints.txt changed since it was last built, and only then.
 # PYTHON picks the interpreter that it is made with, JOBS the test processes, DEMO_ARGS what the demo is passed,
 # BASE the commit that the host times of the ops are compared with, ONLY a regular expression of kernels or counted
-# calls, WRITE=1 that the counts are to be committed.
+# calls, WRITE=1 that the committed counts are rewritten.
 
 PYTHON ?= python3
 JOBS ?= auto
@@ -32,7 +32,7 @@ help:
 	@echo "make bench BASE=HEAD~  host time per call of every op, in turn with another commit's"
 	@echo "make kernels      compile every kernel with no GPU; its registers, memory and instructions as a table"
 	@echo "make traffic      count the bytes that the ops ask for, beside lower bounds and the committed counts"
-	@echo "make traffic WRITE=1   the same, and commit the counts; ONLY=REGEX limits this and make kernels"
+	@echo "make traffic WRITE=1   the same, and rewrite the committed counts; ONLY=REGEX limits it, and make kernels"
 	@echo "make test-triton  the kernels' tests on Triton $(TRITONS)"
 
 demo: $(STAMP)
