@@ -1,11 +1,14 @@
 # Every target builds .venv when pyproject.toml or constraints.txt changed since it was last built, and only then.
 # PYTHON picks the interpreter that it is made with, JOBS the test processes, DEMO_ARGS what the demo is passed,
-# BASE the commit that the host times of the ops are compared with.
+# BASE the commit that the host times of the ops are compared with, ONLY a regular expression of kernels or counted
+# calls, WRITE=1 that the committed counts are rewritten.
 
 PYTHON ?= python3
 JOBS ?= auto
 DEMO_ARGS ?=
 BASE ?=
+ONLY ?=
+WRITE ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -28,7 +31,8 @@ help:
 	@echo "make bench        the benchmarks: host overhead of the ops, and their kernels where there is a GPU"
 	@echo "make bench BASE=HEAD~  host time per call of every op, in turn with another commit's"
 	@echo "make kernels      compile every kernel with no GPU; its registers, memory and instructions as a table"
-	@echo "make traffic      count the bytes that kernels ask for, beside the cost model and the lower bound"
+	@echo "make traffic      count the bytes that the ops ask for, beside lower bounds and the committed counts"
+	@echo "make traffic WRITE=1   the same, and rewrite the committed counts; ONLY=REGEX limits it, and make kernels"
 	@echo "make test-triton  the kernels' tests on Triton $(TRITONS)"
 
 demo: $(STAMP)
@@ -57,10 +61,10 @@ else
 endif
 
 kernels: $(STAMP)
-	$(PY) -m tests.gates.kernel_table
+	$(PY) -m tests.gates.kernel_table $(if $(ONLY),'$(ONLY)')
 
 traffic: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m tests.gates.traffic_table
+	OMP_NUM_THREADS=1 $(PY) -m tests.gates.traffic_table $(if $(ONLY),'$(ONLY)') $(if $(WRITE),--write)
 
 test-triton: $(TRITONS:%=test-triton-%)
 

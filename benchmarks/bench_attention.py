@@ -11,8 +11,8 @@ from torch import Tensor
 from benchmarks import gpu_timing
 from benchmarks.setup import CONTEXT, ROWS, Benchmark
 from dspark.ops import PagedKV, QueryBatch, append_kv, verify_attention
-from dspark.ops.cost import AttentionCall, attention_cost
 from dspark.ops.launch import recorded_launches
+from dspark.testing import bounds
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 4, 2, 16, 16
 
@@ -82,7 +82,8 @@ def test_device_time(benchmark: Any, num_requests: int, context: int, rows: int)
         kv, batch = make_batch(num_requests, context, rows, (8, 128), torch.bfloat16, "cuda")
         q = torch.randn(num_rows, 32, 128, device="cuda").bfloat16()
         calls.append(lambda q=q, kv=kv, batch=batch: verify_attention(q, kv, batch))
-    cost = attention_cost(AttentionCall([context] * num_requests, [rows] * num_requests))
-    benchmark.extra_info |= {"R": num_requests, "context": context, "rows": rows, "lower_bound": cost.lower_bound}
+    keys = num_requests * (context + rows)
+    bound = bounds.verify_attention(keys, num_rows, num_heads=32, kv_heads=8, head_dim=128)
+    benchmark.extra_info |= {"R": num_requests, "context": context, "rows": rows}
     flops = 4 * num_rows * 32 * 128 * (context + rows)
-    gpu_timing.measure(benchmark, calls, cost.total, flops)
+    gpu_timing.measure(benchmark, calls, bound, flops)

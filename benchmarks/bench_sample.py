@@ -10,10 +10,10 @@ import torch
 from benchmarks import gpu_timing
 from benchmarks.setup import CONTEXT, LARGE_VOCAB, ROWS, VOCAB, Benchmark, make_sampling
 from dspark.ops import Sampling, sample, truncate
-from dspark.ops.cost import Cost, ProcessCall, SampleCall, process_cost, sample_cost
 from dspark.ops.launch import recorded_launches
 from dspark.ops.sample.process import process_logits
 from dspark.ops.types import Processors
+from dspark.testing import bounds
 
 ROTATING_BYTES = 2**28
 """More than any cache holds, so that a call finds its inputs in memory."""
@@ -66,9 +66,9 @@ def test_process_host_overhead(benchmark: Benchmark, requests: int) -> None:
         assert launches
 
 
-def _measure(benchmark: Any, calls: list[Any], cost: Cost, num_logits: int, **columns: Any) -> None:
-    benchmark.extra_info |= {**columns, "V": LARGE_VOCAB, "lower_bound": cost.lower_bound}
-    gpu_timing.measure(benchmark, calls, cost.total, FLOPS_PER_LOGIT * num_logits)
+def _measure(benchmark: Any, calls: list[Any], bound: int, num_logits: int, **columns: Any) -> None:
+    benchmark.extra_info |= {**columns, "V": LARGE_VOCAB}
+    gpu_timing.measure(benchmark, calls, bound, FLOPS_PER_LOGIT * num_logits)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="times kernels on a GPU")
@@ -76,14 +76,14 @@ def _measure(benchmark: Any, calls: list[Any], cost: Cost, num_logits: int, **co
 @pytest.mark.parametrize("num_rows", [1, 64, 512])
 def test_device_time(benchmark: Any, num_rows: int, temperature: float) -> None:
     sampling, position = make_sampling(num_rows, temperature, "cuda"), torch.arange(num_rows, device="cuda")
-    cost = sample_cost(SampleCall(num_rows, LARGE_VOCAB, greedy=0 if temperature else num_rows))
+    bound = bounds.sample(num_rows, LARGE_VOCAB)
 
     def make_call() -> Any:
         logits = torch.randn(num_rows, LARGE_VOCAB, device="cuda").bfloat16()
         return lambda: sample(logits, sampling, position, backend="triton")
 
-    calls = [make_call() for _ in range(max(2, -(-ROTATING_BYTES // cost.lower_bound)))]
-    _measure(benchmark, calls, cost, num_rows * LARGE_VOCAB, T=num_rows, temperature=temperature)
+    calls = [make_call() for _ in range(max(2, -(-ROTATING_BYTES // bound)))]
+    _measure(benchmark, calls, bound, num_rows * LARGE_VOCAB, T=num_rows, temperature=temperature)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="times kernels on a GPU")
@@ -94,7 +94,7 @@ def test_process_device_time(benchmark: Any, num_requests: int, penalties: bool)
     tokens = torch.randint(LARGE_VOCAB, (num_rows,), device="cuda")
     query_start = torch.arange(num_requests + 1, device="cuda") * ROWS
     banned = torch.randint(LARGE_VOCAB, (num_requests, 4), device="cuda")
-    cost = process_cost(ProcessCall([ROWS] * num_requests, LARGE_VOCAB, frequency=penalties, banned=4))
+    bound = bounds.process_logits(num_rows, LARGE_VOCAB, requests=num_requests, counts=penalties)
 
     def make_call() -> Any:
         logits = torch.randn(num_rows, LARGE_VOCAB, device="cuda").bfloat16()
@@ -107,5 +107,5 @@ def test_process_device_time(benchmark: Any, num_requests: int, penalties: bool)
             logits, tokens, query_start, processors=processors, max_query_len=ROWS, backend="triton"
         )
 
-    calls = [make_call() for _ in range(max(2, -(-ROTATING_BYTES // cost.lower_bound)))]
-    _measure(benchmark, calls, cost, num_rows * LARGE_VOCAB, R=num_requests, penalties=penalties)
+    calls = [make_call() for _ in range(max(2, -(-ROTATING_BYTES // bound)))]
+    _measure(benchmark, calls, bound, num_rows * LARGE_VOCAB, R=num_requests, penalties=penalties)

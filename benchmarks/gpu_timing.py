@@ -53,11 +53,11 @@ def copy_ceiling() -> float:
 
 
 def columns(times: Sequence[float], num_bytes: int, flops: int) -> dict[str, Any]:
-    """The columns of a row: bytes, flops, bandwidth, per cent of the copy ceiling, median, p20 and p80."""
+    """The columns of a row; the bandwidth and its share of a copy's are those of the bytes that a call must move."""
     median = statistics.median(times)
     fifths = statistics.quantiles(times, n=5)
     return {
-        "bytes": num_bytes,
+        "lower_bound": num_bytes,
         "flops": flops,
         "gb_per_s": num_bytes / median / 1e9,
         "ceiling_gb_per_s": copy_ceiling() / 1e9,
@@ -69,7 +69,7 @@ def columns(times: Sequence[float], num_bytes: int, flops: int) -> dict[str, Any
 
 
 def measure(benchmark: Any, calls: Sequence[Callable[[], object]], num_bytes: int, flops: int) -> None:
-    """Fill a benchmark's row from a graph of the calls, each of which moves ``num_bytes``."""
+    """Fill a benchmark's row from a graph of the calls, each of which must move ``num_bytes``."""
     graph = graph_of(calls)
     benchmark.extra_info |= columns(seconds_per_call(graph, len(calls)), num_bytes, flops)
 

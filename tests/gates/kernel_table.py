@@ -1,10 +1,12 @@
 """The datasheet of the shipped kernels: a table on the terminal, ``docs/kernels.md`` and ``runs/kernels.json``.
 
-Run by ``make kernels``.
+Run by ``make kernels``. With a regular expression only the kernels whose name or path has it are compiled, and the rows
+that are not those of the committed table are marked; no file is written.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -77,13 +79,28 @@ def _join(bits: Sequence[int]) -> str:
     return ", ".join(map(str, bits)) or "-"
 
 
-def main() -> None:
-    entries = shipped_kernels()
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.gates.kernel_table", description=(__doc__ or "")[:-1])
+    parser.add_argument("pattern", nargs="?", help="a regular expression, such as a family: cache, accept_kernel, walk")
+    pattern: str | None = parser.parse_args(arguments).pattern
+    entries = [entry for entry in shipped_kernels() if re.search(pattern or "", f"{entry.name} {entry.kernel}")]
     sheets = datasheets(entries)
     head = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     rows = table_rows(entries, sheets)
-    DOCUMENT.write_text(HEADER.format(triton=triton_version()) + "\n".join([*head, *rows]) + "\n", encoding="utf-8")
-    print("\n".join([*head, *rows]))
+    if pattern is not None:
+        known = set(DOCUMENT.read_text(encoding="utf-8").splitlines())
+        print("\n".join([*head, *(row if row in known else f"{row} DIFFERS" for row in rows)]))
+    else:
+        _write(sheets, "\n".join([*head, *rows]) + "\n")
+    by_name = {entry.name: entry for entry in entries}
+    for fault in (fault for sheet in sheets for fault in faults(by_name[sheet.entry], sheet)):
+        print(f"FAULT {fault}")
+    print(f"{len(sheets)} compilations, {sum(sheet.seconds for sheet in sheets):.0f} s of compilers")
+
+
+def _write(sheets: Sequence[Datasheet], rows: str) -> None:
+    DOCUMENT.write_text(HEADER.format(triton=triton_version()) + rows, encoding="utf-8")
+    print(rows, end="")
     JSON.parent.mkdir(exist_ok=True)
     found = {
         "triton": triton_version(),
@@ -93,11 +110,7 @@ def main() -> None:
         ],
     }
     JSON.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    by_name = {entry.name: entry for entry in entries}
-    for fault in (fault for sheet in sheets for fault in faults(by_name[sheet.entry], sheet)):
-        print(f"FAULT {fault}")
-    seconds = sum(sheet.seconds for sheet in sheets)
-    print(f"{len(sheets)} compilations, {seconds:.0f} s of compilers; wrote {DOCUMENT.name} and {JSON.name}")
+    print(f"wrote {DOCUMENT.name} and {JSON.name}")
 
 
 if __name__ == "__main__":

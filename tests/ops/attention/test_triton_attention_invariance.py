@@ -172,3 +172,12 @@ def test_the_stated_workspace_is_enough_and_not_too_much(split: str) -> None:
     with pytest.raises(ValueError, match="workspace: expected"):
         verify_attention(case.q, case.kv, case.batch, workspace=workspace[:-16], **options)  # type: ignore[call-overload]
     assert not attention_workspace(1, 4096, 32_768, num_heads=32, kv_heads=8, head_dim=128, max_query_len=4096)
+
+
+def test_workspace_of_many_long_requests() -> None:
+    """A larger chunk takes less; the keys of these requests take 137 GB a layer."""
+    for chunk, expected in ((None, 5_827_461_120), (4096, 1_090_519_040)):
+        needed = attention_workspace(
+            256, 2048, 131_072, num_heads=32, kv_heads=8, head_dim=128, max_query_len=8, chunk=chunk
+        )
+        assert needed == expected

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dspark.kernels.schedule import prefix as kernels
-from dspark.ops.cost import schedule as cost
 from dspark.ops.launch import power_of_two, recorded_launches
 from dspark.ops.schedule import schedule_prefix, schedule_workspace
 from dspark.ops.schedule.launch import MAX_SORTED, ScheduleConfig, schedule_config, schedule_triton, workspace_bytes
@@ -170,7 +169,6 @@ def test_configurations(draft_len: int) -> None:
 def test_both_sides_count_alike() -> None:
     assert kernels.UNITS.value == 1 << UNIT_BITS
     assert kernels.MAX_SPEED.value == MAX_SPEED
-    assert kernels.MOST_KEPT.value == cost.MOST_KEPT
     assert kernels.PLACE.value == 2**kernels.INDEX_BITS.value - 1
     # Keys fit into 63 bits, and float64 holds every sum exactly.
     assert UNIT_BITS + 1 + kernels.INDEX_BITS.value < 63
