@@ -339,6 +339,8 @@ def _check_scalar(name: str, spec: ScalarArg, value: Any) -> None:
 
 
 def _schema_of(name: str, spec: TensorArg | ScalarArg, loose: bool, marks: Iterator[str]) -> str:
+    if name == "mode":  # torch passes a "mode" of its own by keyword beside the arguments
+        name = "mode_"
     optional = "?" if spec.optional or loose or (isinstance(spec, TensorArg) and spec.when is not None) else ""
     if isinstance(spec, ScalarArg):
         return f"{spec.kind}{optional} {name}"

@@ -12,8 +12,9 @@ from dspark.ops.op import OPS
 from dspark.testing.guards import forbid_sync
 from tests.ops.cache import cases as cache
 from tests.ops.case import Case, Fault, faults, tensors_of
+from tests.ops.schedule import cases as schedule
 
-CASES = [case for family in (cache,) for case in family.SMALL]
+CASES = [case for family in (cache, schedule) for case in family.SMALL]
 FAULTS = [
     pytest.param(case, fault, id=f"{case}: {fault.argument} {fault.what}")
     for case in CASES
@@ -74,4 +75,4 @@ def allocated(case: Case, values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def assert_same(got: object, expected: object) -> None:
     for mine, theirs in zip(tensors_of(got), tensors_of(expected), strict=True):
-        assert torch.equal(mine.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+        assert torch.equal(mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))

@@ -6,11 +6,12 @@ import torch
 
 from dspark.ops.cost import Cost
 from dspark.ops.cost.schedule import ScheduleCall, schedule_cost
-from dspark.ops.schedule.launch import ScheduleConfig, schedule_triton
+from dspark.ops.op import OPS
+from dspark.ops.schedule.launch import ScheduleConfig
 from dspark.ops.schedule.reference import ScheduleMode
 from tests.gates.traffic.case import Case
 
-CHUNKED = ScheduleConfig(block_requests=4, block_slots=4, block_ranked=8)
+CHUNKED = ScheduleConfig(block_requests=4, block_drafts=4, block_ranked=8)
 
 
 def schedule_case(
@@ -27,7 +28,7 @@ def schedule_case(
     out = torch.empty(requests, dtype=torch.int64)
 
     def run() -> Cost:
-        schedule_triton(confidence, speed, mode, budget, caps, floors, weights, out, None, config)
+        OPS["schedule_prefix"]("triton", confidence, speed, mode, budget, caps, floors, weights, out, config=config)
         call = ScheduleCall(
             requests, draft_len, mode, capped=adjusted, floored=adjusted, weighted=adjusted,
             forced=requests // 2 if adjusted else 0,
