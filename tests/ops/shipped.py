@@ -15,6 +15,7 @@ from dspark.testing.registry import Budget, KernelEntry, entry_of_launch
 from tests.ops import shipped_attention, shipped_rows, shipped_tree, shipped_walk
 from tests.ops.cache import cases as cache
 from tests.ops.case import Case
+from tests.ops.draft import tree_cases
 from tests.ops.schedule import cases as schedule
 
 CALLS: dict[str, Callable[[], Any]] = {}
@@ -30,7 +31,7 @@ def _launch(case: Case) -> None:
     case.op("triton", *case.values("meta"))
 
 
-for _family in (cache, schedule):
+for _family in (cache, schedule, tree_cases):
     CALLS |= {str(case): partial(_launch, case) for case in _family.SHIPPED}
     _BUDGETS |= _family.BUDGETS
     _CLAIMS |= _family.CLAIMS

@@ -13,9 +13,9 @@ from functools import cached_property
 from typing import Literal
 
 from dspark.ops.cost.types import Cost, Tally
-from dspark.ops.draft.tree_plan import Level, TreePlan
+from dspark.ops.draft.tree_launch import Level, TreeSizes
 from dspark.ops.draft.walk_plan import WalkConfig, walk_config
-from dspark.ops.tree_checks import num_words
+from dspark.ops.groups import num_words
 from dspark.ops.types import Rule
 
 
@@ -68,7 +68,7 @@ class _Model:
 
     def __init__(self, call: DraftTreeCall, config: WalkConfig) -> None:
         self.call, self.tally = call, Tally()
-        self.plan = TreePlan(
+        self.plan = TreeSizes(
             len(call.depths), call.draft_len, call.vocab_size, call.rank, call.rule, call.num_nodes, call.branching,
             max(call.num_nodes - 1, 1), config,
         )  # fmt: skip
@@ -101,7 +101,7 @@ class _Model:
         rows, parts = plan.requests * scored, -(-scored // nodes)
         self.tally.launches += 1
         if call.rank:
-            per_row = (4 if level.slot else 8) + call.rank * call.weight_itemsize
+            per_row = (4 if level.depth else 8) + call.rank * call.weight_itemsize
             self._add(read=self._w2 * (1 if self.hold else blocks) + rows * tiles * per_row)
         self._add(read=plan.requests * parts * call.vocab_size * call.itemsize)
         if not call.greedy:
@@ -123,7 +123,7 @@ class _Model:
         self.tally.launches += 1
         per_entry = 16 + 4 * self.recursive
         self._add(read=requests * (8 * candidates + 4 * level.kept), written=requests * per_entry * level.kept)
-        if level.slot == 0:
+        if level.depth == 0:
             self._add(read=8 * requests, written=per_entry * requests)
 
     def _build(self) -> None:
