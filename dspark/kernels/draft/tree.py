@@ -31,7 +31,7 @@ def log_units():
     return 65536.0
 
 
-@triton.jit(do_not_specialize=["level", "first", "num_requests", "nodes"])
+@triton.jit(do_not_specialize=["level", "num_requests", "nodes", "first"])
 def tree_level_kernel(
     base,  # [num_requests, draft_len, vocab_size]
     anchor,  # [num_requests] int64, the nodes of level 0
@@ -40,12 +40,12 @@ def tree_level_kernel(
     entries,  # Entries, of which the nodes of another level are those from ``first`` on
     tiles,  # Tiles, written
     stride_base,  # BaseStrides
-    stride_head,  # HeadStrides, or None
     stride_entries,
+    stride_head,  # HeadStrides, or None
     level,
-    first,
     num_requests,
     nodes,  # of a request that are scored: 1 without a head, as all are scored alike
+    first,
     vocab_size,
     rank,
     num_tiles,

@@ -164,14 +164,14 @@ class NodeSampling(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """Candidates for places of the trees, ``[R, entries]``, level by level from the anchor on.
+    """Candidates for places of the trees, ``[R, entries]``, level by level from the anchor on; None is not read.
 
     Attributes:
         token: int32, -1 where there is none, though it has a place.
         worth: float32, the logarithm of the product along its path.
         parent: int32, an entry.
         depth: int32.
-        row: int32, where its children are, -1 if it has none; None but under ``recursive``.
+        row: int32, where its children are, -1 if it has none; only under ``recursive``.
     """
 
     token: Tensor

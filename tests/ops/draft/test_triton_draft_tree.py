@@ -11,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dspark.kernels.draft import tree as kernels
 from dspark.ops.draft.tree import draft_tree, draft_tree_workspace
 from dspark.ops.draft.tree_launch import levels_of, sizes_of
+from dspark.ops.draft.tree_reference import GREEDY_STEP, LOG_UNITS
 from dspark.ops.launch import recorded_launches
 from dspark.ops.op import OPS
 from dspark.ops.philox import gumbel
@@ -222,6 +224,10 @@ def test_launches(case: OpCase) -> None:
     with recorded_launches() as found:
         case.op("triton", *case.values("meta"))
     assert len(found) == 3 * tree_cases.DRAFTS + 1 + (case.words == "recursive")
+
+
+def test_both_sides_count_alike() -> None:
+    assert (kernels.greedy_step(), kernels.log_units()) == (GREEDY_STEP, LOG_UNITS)
 
 
 def test_an_empty_batch_launches_nothing() -> None:
