@@ -39,7 +39,8 @@ def tree_level_kernel(
     sampling,  # NodeSampling
     entries,  # Entries, of which the nodes of another level are those from ``first`` on
     tiles,  # Tiles, written
-    stride_base,  # BaseStrides
+    stride_base_request,
+    stride_base_depth,
     stride_entries,
     stride_head,  # HeadStrides, or None
     level,
@@ -85,7 +86,7 @@ def tree_level_kernel(
             token = _tokens_of_level(request, node, inside, level, first, anchor, entries, stride_entries)
             alive = (token >= 0) & (token < vocab_size)
         scores = tl.load(
-            base + (owner * stride_base.request + level * stride_base.depth)[:, None] + offs_v[None, :],
+            base + (owner * stride_base_request + level * stride_base_depth)[:, None] + offs_v[None, :],
             mask=(owner < num_requests)[:, None] & mask_v[None, :],
             other=float("-inf"),
         )  # [REQUESTS, BLOCK_V]
@@ -214,10 +215,12 @@ def tree_scores_kernel(
     row,  # [num_requests, places] int32, of the same
     child,  # Children.token, of tree_merge_kernel
     out,  # [num_requests, places, vocab_size] float32, written
-    stride_base,  # BaseStrides
+    stride_base_request,
+    stride_base_depth,
     stride_head,  # HeadStrides, or None
     stride_child_request,
-    stride_out,  # ScoreStrides
+    stride_out_request,
+    stride_out_node,
     num_places,  # of all requests
     places,
     vocab_size,
@@ -254,7 +257,7 @@ def tree_scores_kernel(
         if tl.sum(sampled.to(tl.int32)) > 0:
             depth = tl.load(tree.depth + place, mask=sampled, other=0)
             logits = tl.load(
-                base + (request * stride_base.request + depth * stride_base.depth)[:, None] + offs_v[None, :],
+                base + (request * stride_base_request + depth * stride_base_depth)[:, None] + offs_v[None, :],
                 mask=sampled[:, None] & mask_v[None, :],
                 other=float("-inf"),
             ).to(tl.float32)  # [BLOCK_R, BLOCK_V]
@@ -270,7 +273,7 @@ def tree_scores_kernel(
                 )
                 certain = greedy[:, None] & (chosen[:, None] == offs_v[None, :])
                 scores = tl.where(certain, -greedy_step() * rank_of_child, scores)
-        at = request * stride_out.request + (place % places).to(tl.int64) * stride_out.node
+        at = request * stride_out_request + (place % places).to(tl.int64) * stride_out_node
         tl.store(out + at[:, None] + offs_v[None, :], scores, mask=inside[:, None] & mask_v[None, :])
 
 

@@ -139,14 +139,9 @@ class TreeSizes:
 
 
 def sizes_of(
-    base: Tensor,
-    head: SequentialHead | None,
-    rule: Rule,
-    num_nodes: int,
-    branching: int,
-    beam: int,
+    base: Tensor, head: SequentialHead | None, rule: Rule, num_nodes: int, branching: int, beam: int,
     config: WalkConfig | None = None,
-) -> TreeSizes:
+) -> TreeSizes:  # fmt: skip
     """The sizes of a call; by default a level is cut as :func:`~dspark.ops.draft.walk_plan.walk_config` cuts a step."""
     requests, draft_len, vocab_size = base.shape
     rank = 0 if head is None else head.w1.shape[1]
@@ -207,25 +202,11 @@ class Children(NamedTuple):
     worth: Tensor
 
 
-class BaseStrides(NamedTuple):
-    """Elements between requests and between depths."""
-
-    request: int
-    depth: int
-
-
 class HeadStrides(NamedTuple):
     """Elements between the rows of a head's matrices."""
 
     w1: int
     w2: int
-
-
-class ScoreStrides(NamedTuple):
-    """Elements between requests and between nodes."""
-
-    request: int
-    node: int
 
 
 class TreePlan(NamedTuple):
@@ -246,32 +227,21 @@ class TreePlan(NamedTuple):
 
 
 def plan(
-    _: dict[str, int],
-    base: Tensor,
-    anchor: Tensor,
-    head: MarkovHead | None,
-    hidden: Tensor | None,
-    sampling: Sampling,
-    position: Tensor,
-    rule: Rule,
-    num_nodes: int,
-    branching: int,
-    budget: Tensor | None,
-    beam: int,
-    acceptance: Tensor | None,
-    tree: Tree,
-    logits: Tensor | None,
-    config: WalkConfig | None = None,
-) -> TreePlan:
+    _: dict[str, int], base: Tensor, anchor: Tensor, head: MarkovHead | None, hidden: Tensor | None, sampling: Sampling,
+    position: Tensor, rule: Rule, num_nodes: int, branching: int, budget: Tensor | None, beam: int,
+    acceptance: Tensor | None, tree: Tree, logits: Tensor | None, config: WalkConfig | None = None,
+) -> TreePlan:  # fmt: skip
     """Of each level a program for each tile, for some nodes, and for each request; then one for each request again."""
     from dspark.kernels.draft import tree as kernels
     from dspark.kernels.draft import tree_choice as choice
 
     sizes = sizes_of(base, head, rule, num_nodes, branching, beam, config)
     config, device, recursive = sizes.config, base.device, rule == "recursive"
+    per_request = acceptance is not None and acceptance.ndim == 3
     strides = {"stride_child_request": sizes.rows * branching, "stride_entries": sizes.entries}
     scoring: dict[str, Any] = {
-        "stride_base": BaseStrides(*base.stride()[:2]),
+        "stride_base_request": base.stride(0),
+        "stride_base_depth": base.stride(1),
         "stride_head": None if head is None else HeadStrides(head.w1.stride(0), head.w2.stride(0)),
         "vocab_size": sizes.vocab_size,
         "rank": sizes.rank,
@@ -312,9 +282,7 @@ def plan(
             device,
             **strides,
             **place,
-            stride_acceptance_request=(
-                sizes.draft_len * branching if acceptance is not None and acceptance.ndim == 3 else 0
-            ),
+            stride_acceptance_request=sizes.draft_len * branching if per_request else 0,
             num_requests=sizes.requests,
             nodes=level.nodes,
             first_row=level.first_row,
@@ -370,7 +338,8 @@ def plan(
             device,
             **scoring,
             stride_child_request=strides["stride_child_request"],
-            stride_out=ScoreStrides(*logits.stride()[:2]),
+            stride_out_request=logits.stride(0),
+            stride_out_node=logits.stride(1),
             num_places=num_places,
             places=num_nodes,
             BLOCK_R=config.block_rows,
@@ -379,23 +348,10 @@ def plan(
 
 
 def run(
-    plan: TreePlan,
-    regions: tuple[Tensor, ...],
-    base: Tensor,
-    anchor: Tensor,
-    head: MarkovHead | None,
-    hidden: Tensor | None,
-    sampling: Sampling,
-    position: Tensor,
-    rule: Rule,
-    num_nodes: int,
-    branching: int,
-    budget: Tensor | None,
-    beam: int,
-    acceptance: Tensor | None,
-    tree: Tree,
-    logits: Tensor | None,
-) -> None:
+    plan: TreePlan, regions: tuple[Tensor, ...], base: Tensor, anchor: Tensor, head: MarkovHead | None,
+    hidden: Tensor | None, sampling: Sampling, position: Tensor, rule: Rule, num_nodes: int, branching: int,
+    budget: Tensor | None, beam: int, acceptance: Tensor | None, tree: Tree, logits: Tensor | None,
+) -> None:  # fmt: skip
     """Level by level the children of its nodes, and which of them are kept; then the trees, and the scores."""
     recursive = rule == "recursive"
     top, sums, child_worth, worth, ints = regions
