@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks import gpu_timing
 from benchmarks.setup import CONTEXT, DRAFTS, LARGE_VOCAB, RANK, VOCAB, Benchmark, make_sampling
 from dspark.ops import DenseQ, MarkovHead, Rule, Sampling, Tree, TreeDraft, Verdict, accept, draft_tree
-from dspark.ops.draft.tree_plan import levels_of
+from dspark.ops.draft.tree_launch import levels_of
 from dspark.ops.launch import recorded_launches
 from dspark.testing import bounds
 

@@ -36,7 +36,7 @@ class TensorArg:
         written: the op writes into it.
         layout: what the kernels need.
         when: name of an argument: of a result, the flag that asks for it or the input that it follows from; the tensor
-            is there if and only if that is.
+            is there if and only if that is. ``"name=word"``: if and only if that is the word.
     """
 
     shape: str
@@ -270,6 +270,15 @@ def shape_of(spec: TensorArg, sizes: Mapping[str, int]) -> tuple[int, ...]:
     raise KeyError(spec.shape)
 
 
+def is_asked(spec: TensorArg, by_name: Mapping[str, Any]) -> bool:
+    """Whether what a tensor depends on is there."""
+    if spec.when is None:
+        return True
+    name, _, word = spec.when.partition("=")
+    value = by_name[name]
+    return bool(value == word) if word else value is not None and value is not False
+
+
 def _dims(shape: str, ndim: int) -> list[str]:
     """Of the alternatives the one of this rank."""
     return next(dims for pattern in shape.split("|") if len(dims := pattern.split()) == ndim)
@@ -282,11 +291,10 @@ def _is_there(name: str, spec: TensorArg, value: Any, by_name: Mapping[str, Any]
         TypeError: it is no tensor.
         ValueError: it is useless.
     """
-    if spec.when is not None and value is not None:
-        asked = by_name[spec.when]
-        if asked is None or asked is False:
-            raise ValueError(f"{name}: expected None without {spec.when}, got {_came(value)}")
-    if value is None and (spec.optional or (spec.when is not None and by_name[spec.when] in (None, False))):
+    asked = is_asked(spec, by_name)
+    if not asked and value is not None:
+        raise ValueError(f"{name}: expected None without {spec.when}, got {_came(value)}")
+    if value is None and (spec.optional or not asked):
         return False
     if not isinstance(value, Tensor):
         raise TypeError(f'{name}: expected a tensor "{spec.shape}", got {_came(value)}')
@@ -305,6 +313,8 @@ def _check_rank(name: str, spec: TensorArg, value: Tensor, rank: int) -> None:
 
 def _check_dims(name: str, dims: Sequence[str], tensor: Tensor, sizes: Mapping[str, int]) -> None:
     for dim, size in zip(dims, tensor.shape, strict=True):
+        if any(letter not in sizes for _, letter in _TERM.findall(dim) if letter):
+            continue  # one of an argument that is missing, which the op's own check names
         expected = size_of(dim, sizes)
         if size != expected:
             known = "" if dim.isdecimal() else f" with {dim} = {expected}"
@@ -339,6 +349,8 @@ def _check_scalar(name: str, spec: ScalarArg, value: Any) -> None:
 
 
 def _schema_of(name: str, spec: TensorArg | ScalarArg, loose: bool, marks: Iterator[str]) -> str:
+    if name == "mode":  # torch passes a "mode" of its own by keyword beside the arguments
+        name = "mode_"
     optional = "?" if spec.optional or loose or (isinstance(spec, TensorArg) and spec.when is not None) else ""
     if isinstance(spec, ScalarArg):
         return f"{spec.kind}{optional} {name}"

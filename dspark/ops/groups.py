@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dspark.ops.call import FLOAT8, FLOATS, GroupArg, ScalarArg, TensorArg
-from dspark.ops.types import PagedKV, Rows, Sampling
+from dspark.ops.types import PagedKV, Rows, Sampling, Tree
 
 CACHE_DTYPES = (*FLOATS, FLOAT8)
 
@@ -60,3 +60,20 @@ def check_scales(kv: PagedKV) -> None:
             raise ValueError(f'kv.{name}: expected shape "Hkv", as the other scale has, got None')
         if scale is not None and kv.k.dtype is not FLOAT8:
             raise ValueError(f"kv.{name}: only a float8_e4m3fn cache has scales, got pages of {kv.k.dtype}")
+
+
+def num_words(num_nodes: int) -> int:
+    """Words of 64 bits that a node's ancestors take."""
+    return -(-num_nodes // 64)
+
+
+def check_ancestors(tree: Tree) -> None:
+    """Check that a tree's ancestors have as many words as its nodes need, and no axis for a single one.
+
+    Raises:
+        ValueError: they do not.
+    """
+    words, shape = num_words(tree.tokens.shape[1]), list(tree.ancestors.shape)
+    if shape[2:] != ([] if words == 1 else [words]):
+        expected = '"R N"' if words == 1 else f'"R N W" with W = {words}'
+        raise ValueError(f"tree.ancestors: expected shape {expected}, got {shape}")

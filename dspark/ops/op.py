@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from dspark.ops.call import Arg, GroupArg, Signature, shape_of
+from dspark.ops.call import Arg, GroupArg, Signature, is_asked, shape_of
 from dspark.ops.launch import check_workspace, scratch
 from dspark.ops.types import Backend
 
@@ -170,7 +170,7 @@ class Op:
         by_name = dict(zip(self.signature.args, values, strict=True))
 
         def one(spec: Any) -> Any:
-            if spec.when is not None and by_name[spec.when] in (None, False):
+            if not is_asked(spec, by_name):
                 return None
             same = by_name[spec.dtypes] if isinstance(spec.dtypes, str) else spec.dtypes[0]
             return shape_of(spec, sizes), same.dtype if isinstance(same, Tensor) else same

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from dspark import ops
-from dspark.ops.schedule.launch import ScheduleConfig, schedule_triton
+from dspark.ops.op import OPS
+from dspark.ops.schedule.launch import ScheduleConfig
 from dspark.ops.schedule.reference import ScheduleMode
 from dspark.ops.types import MarkovHead, PagedKV, QueryBatch, Rows, Rule, SequentialHead
 from dspark.testing import bounds
@@ -26,7 +27,7 @@ BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 
 def _schedule(config: ScheduleConfig | None, confidence: Tensor, *given: Any) -> partial[Any]:
     out = torch.empty(len(confidence), dtype=torch.int64)
-    return partial(schedule_triton, confidence, *given, out, None, config)
+    return partial(OPS["schedule_prefix"], "triton", confidence, *given, out, config=config)
 
 
 def schedule(
@@ -42,7 +43,7 @@ def schedule(
         floors = torch.arange(requests) % 2 if adjusted else None
         weights = torch.rand(requests, generator=generator) if adjusted else None
         budget = torch.tensor(requests) if mode == "budget" else None
-        config = ScheduleConfig(block_requests=4, block_slots=4, block_ranked=8) if chunked else None
+        config = ScheduleConfig(block_requests=4, block_drafts=4, block_ranked=8) if chunked else None
         entries = requests * draft_len + 1 - requests // 2 * adjusted
         return _schedule(config, confidence, speed, mode, budget, caps, floors, weights), (
             lambda _: bounds.schedule_prefix(

@@ -7,45 +7,24 @@ from collections.abc import Callable
 import torch
 
 from dspark.ops.accept import accept
-from dspark.ops.draft.tree import draft_tree
-from dspark.ops.types import DenseQ, MarkovHead, Rule, Sampling, Tree
+from dspark.ops.types import DenseQ, Rule, Sampling, Tree
 from dspark.testing.registry import NVIDIA_TARGETS, Budget, budgets, meta
 
 VOCAB_SIZE, NODES, BRANCHING, REQUESTS = 151_936, 32, 4, 16
 ROWS = REQUESTS * NODES
-DRAFTED, DRAFTS, RANK = 64, 7, 256
-"""Requests that trees are drafted for, their depth, and the head's rank."""
 
 BUDGETS = {
     "judge_kernel": budgets(Budget(96, 16_384), amd=Budget(96, 16_384)),
     "left_over_kernel": budgets(Budget(168, 16_384), amd=Budget(128, 16_384)),
     "node_lines_kernel": budgets(Budget(128, 16_384), amd=Budget(128, 16_384)),
     "recursive_verdict_kernel": budgets(Budget(128, 16_384), amd=Budget(128, 16_384)),
-    "tree_build_kernel": budgets(Budget(128, 16_384), amd=Budget(128, 16_384)),
-    "tree_level_kernel": budgets(Budget(128, 81_920), amd=Budget(128, 65_536)),
-    "tree_merge_kernel": budgets(Budget(128, 16_384), amd=Budget(128, 16_384)),
-    "tree_scores_kernel": budgets(Budget(128, 81_920), amd=Budget(128, 65_536)),
-    "tree_select_kernel": budgets(Budget(128, 16_384), amd=Budget(128, 16_384)),
     "tree_verdict_kernel": budgets(Budget(64, 4_096), amd=Budget(72, 4_096)),
 }
 """The most that one program of a kernel may use, whatever its configuration."""
 
 _WIDE = dict.fromkeys(NVIDIA_TARGETS, (r"^LDG\.E(\.\w+)*\.128$",)) | {"gfx942": (r"load_dwordx4$",)}
-_MATRIX = {
-    "sm_80": (r"^HMMA\.16816\.F32\.BF16",),
-    "sm_90": (r"^HGMMA\.64x16x16\.F32\.BF16",),
-    "sm_100": (r"^UTCHMMA",),
-    "gfx942": (r"^v_mfma_f32_16x16x16_bf16",),
-}
-_PRODUCT = {target: (*_WIDE[target], *matrix) for target, matrix in _MATRIX.items()}
-CLAIMS = {
-    "left_over_kernel": _WIDE,
-    "tree_level_kernel": _PRODUCT,
-    "tree_scores_kernel": _PRODUCT,
-    "draft_tree, no head: tree_level_kernel": {},
-}
-"""What a kernel is meant to compile to: those that stream rows of logits or W2 read 16 bytes at a time, and products go
-through the matrix units."""
+CLAIMS = {"left_over_kernel": _WIDE}
+"""What a kernel is meant to compile to: those that stream rows of logits read 16 bytes at a time."""
 
 
 def _accept(rule: Rule, nodes: int = NODES) -> None:
@@ -68,31 +47,10 @@ def _accept(rule: Rule, nodes: int = NODES) -> None:
     )
 
 
-def _draft(rule: Rule, head: bool = True) -> None:
-    number, integer = meta(DRAFTED, dtype=torch.float32), meta(DRAFTED)
-    w = meta(VOCAB_SIZE, RANK, dtype=torch.bfloat16)
-    draft_tree(
-        meta(DRAFTED, DRAFTS, VOCAB_SIZE, dtype=torch.bfloat16),
-        integer,
-        head=MarkovHead(w, w) if head else None,
-        hidden=None,
-        sampling=Sampling(number, integer, number, number, integer, any_truncation=False),
-        position=integer,
-        rule=rule,
-        num_nodes=NODES,
-        branching=BRANCHING,
-        budget=integer,
-        backend="triton",
-    )
-
-
 CALLS: dict[str, Callable[[], None]] = {
     "coupled, tree": lambda: _accept("coupled"),
     "coupled, tree of 256": lambda: _accept("coupled", nodes=256),
     "match, tree": lambda: _accept("match"),
     "recursive": lambda: _accept("recursive"),
-    "draft_tree, coupled": lambda: _draft("coupled"),
-    "draft_tree, recursive": lambda: _draft("recursive"),
-    "draft_tree, no head": lambda: _draft("coupled", head=False),
 }
 """Calls that between them launch every kernel in every configuration of note."""

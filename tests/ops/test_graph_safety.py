@@ -24,7 +24,6 @@ from dspark.ops import (
     draft_walk,
     rope_append_kv,
     sample,
-    schedule_prefix,
     truncate,
     verify_attention,
 )
@@ -127,23 +126,6 @@ def run_cache(backend: Any) -> None:
         copy_pages(stack, *pages, backend=backend)
 
 
-def run_schedule(mode: str, backend: str) -> None:
-    budget = torch.zeros((), dtype=torch.int64) if mode == "budget" else None
-    limits, weights = torch.ones(REQUESTS, dtype=torch.int64), torch.ones(REQUESTS)
-    confidence, speed = torch.rand(REQUESTS, 2), torch.ones(20)
-    with forbid_sync():
-        schedule_prefix(
-            confidence,
-            speed,
-            mode=mode,  # type: ignore[arg-type]
-            budget=budget,
-            max_lengths=limits,
-            min_lengths=limits,
-            weights=weights,
-            backend=backend,  # type: ignore[arg-type]
-        )
-
-
 CASES = [("coupled", "none"), ("match", "none")] + [
     (rule, q) for rule in ("ratio", "block") for q in ("dense", "mapped", "sparse", "point")
 ]
@@ -214,12 +196,6 @@ def test_verify_attention(kind: Kind, backend: Any) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ops_on_the_paged_cache(backend: Any) -> None:
     run_cache(backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("mode", ["early_stop", "global", "budget"])
-def test_schedule_prefix(mode: str, backend: str) -> None:
-    run_schedule(mode, backend)
 
 
 X = torch.tensor([3.0, 0.0, 1.0])

@@ -1,4 +1,4 @@
-"""``torch.ops.dspark.accept_tree`` and ``draft_tree``, and the guards."""
+"""``torch.ops.dspark.accept_tree``, and the guards."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from dspark.ops import Rule, TreeDraft, Verdict, accept, draft_tree
+from dspark.ops import Rule, Verdict, accept
 from dspark.ops.accept.tree_launch import accept_tree_triton, workspace_bytes
-from dspark.ops.draft.tree_inputs import empty_tree_draft
 from dspark.ops.library import rows as library
 from dspark.ops.library.accept import flat_q
-from dspark.ops.library.tree import flat_tree, flat_tree_inputs
+from dspark.ops.library.tree import flat_tree
 from dspark.ops.types import DenseQ
 from dspark.testing.guards import guarded, poisoned_empty
 from tests.ops.accept.test_triton_accept import empty_verdict
 from tests.ops.accept.test_triton_tree import TINY
-from tests.ops.accept.triton_trees import assert_same_bits, inputs_of
-from tests.ops.draft.walks import make_case
 from tests.ops.helpers import make_sampling
 from tests.ops.trees import tree_problem
 
@@ -64,39 +61,6 @@ def test_accept_of_trees_compiles_as_one_graph() -> None:
     expected, verdict = step(arguments), compiled(arguments)
     for f in Verdict._fields:
         assert torch.equal(getattr(verdict, f), getattr(expected, f)), f
-
-
-def test_opcheck_draft_tree() -> None:
-    case = make_case("gated", "none", draft_len=2)
-    inputs = inputs_of(case, "recursive", 6, 2, hidden=case.hidden, budget=torch.tensor([6, 2, 9]))
-    out = empty_tree_draft(case.base_logits, case.anchor, "recursive", 6)
-    for tensor in (*flat_tree(out.tree), out.logits):
-        assert tensor is not None
-        tensor.zero_()
-    arguments = (*flat_tree_inputs(inputs), *flat_tree(out.tree), out.logits, None, "reference")
-    results = torch.library.opcheck(torch.ops.dspark.draft_tree.default, arguments, raise_exception=False)
-    assert set(results.values()) == {"SUCCESS"}, results
-
-
-def test_draft_tree_compiles_as_one_graph() -> None:
-    case = make_case("markov", "none", draft_len=2)
-
-    def step(base: torch.Tensor) -> TreeDraft:
-        return draft_tree(
-            base,
-            case.anchor,
-            head=case.head,
-            hidden=None,
-            sampling=case.sampling,
-            position=case.position,
-            rule="recursive",
-            num_nodes=6,
-            branching=2,
-        )
-
-    torch._dynamo.reset()
-    compiled: Any = torch.compile(step, fullgraph=True, backend="aot_eager")
-    assert_same_bits(compiled(case.base_logits), step(case.base_logits))
 
 
 @pytest.mark.triton

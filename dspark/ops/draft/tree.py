@@ -2,23 +2,91 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from dspark.ops.backend import resolve
-from dspark.ops.checks import check_dtype, check_shape, check_workspace
-from dspark.ops.draft.tree_inputs import TreeInputs, check_tree_out, copy_tree_draft, empty_tree_draft, unsupported
+from dspark.ops.call import FLOATS, GroupArg, ScalarArg, TensorArg
+from dspark.ops.draft import tree_launch as launch
 from dspark.ops.draft.tree_reference import draft_tree_reference
-from dspark.ops.draft.walk_checks import check_walk
-from dspark.ops.library import tree as library
-from dspark.ops.tree_checks import RULES_OF_TREES
-from dspark.ops.types import Backend, Rule, Sampling, SequentialHead, Stream, TreeDraft
+from dspark.ops.groups import SAMPLING, check_ancestors, num_words
+from dspark.ops.op import Op
+from dspark.ops.types import (
+    RULES_OF_TREES,
+    Backend,
+    GatedHead,
+    MarkovHead,
+    RNNHead,
+    Rule,
+    Sampling,
+    SequentialHead,
+    Tree,
+    TreeDraft,
+)
 
 MAX_NODES = 256
 """Most nodes of a tree."""
 
 MAX_BRANCHING = 16
 """Most children of a node."""
+
+
+def _check(
+    sizes: dict[str, int], base_logits: Tensor, head: SequentialHead | None, hidden: Tensor | None, rule: Rule,
+    acceptance: Tensor | None, tree: Tree | None, logits: Tensor | None, **_: Any,
+) -> None:  # fmt: skip
+    if sizes["G"] == 0:
+        raise ValueError(f'base_logits: expected shape "R G V" with G >= 1, got {list(base_logits.shape)}')
+    if hidden is None and isinstance(head, GatedHead | RNNHead):
+        raise ValueError(f'hidden: {type(head).__name__} needs the block\'s hidden states "R G h", got None')
+    if acceptance is not None and rule != "recursive":
+        raise ValueError(f"acceptance: rule {rule!r} does not use it; pass None")
+    if tree is not None:
+        check_ancestors(tree)
+        if logits is None and rule == "recursive":
+            raise ValueError('logits: rule "recursive" writes scores "R N V" beside the tree, got None')
+    if num_words(sizes["N"]) > 1:
+        sizes["W"] = num_words(sizes["N"])
+
+
+_MARKOV = {"w1": TensorArg("V r", FLOATS, layout="rows"), "w2": TensorArg("V r", FLOATS, layout="rows")}
+_GATE = {"gate_weight": TensorArg("r h+r", FLOATS), "gate_bias": TensorArg("r", FLOATS)}
+_JOINT = {"joint_weight": TensorArg("3r 2r+h", FLOATS), "joint_bias": TensorArg("3r", FLOATS)}
+_SHAPES = {"tokens": "R N", "parents": "R N", "ancestors": "R N | R N W", "depth": "R N", "num_nodes": "R"}
+_TREE = {name: TensorArg(x, (torch.int64,), written=True, layout="contiguous") for name, x in _SHAPES.items()}
+
+_DRAFT_TREE = Op(
+    "draft_tree",
+    {
+        "base_logits": TensorArg("R G V", FLOATS, layout="rows"),
+        "anchor": TensorArg("R", (torch.int64,), layout="dense"),
+        "head": GroupArg(
+            {MarkovHead: _MARKOV, GatedHead: _MARKOV | _GATE, RNNHead: _MARKOV | _JOINT},
+            optional=True,
+        ),
+        "hidden": TensorArg("R G h", FLOATS, optional=True),
+        "sampling": SAMPLING,
+        "position": TensorArg("R", (torch.int64,), layout="dense"),
+        "rule": ScalarArg("str", choices=RULES_OF_TREES),
+        "num_nodes": ScalarArg("SymInt", least=1, most=MAX_NODES, symbol="N"),
+        "branching": ScalarArg("SymInt", least=1, most=MAX_BRANCHING, symbol="K"),
+        "budget": TensorArg("R", (torch.int64,), optional=True, layout="dense"),
+        "beam": ScalarArg("SymInt", least=1),
+        "acceptance": TensorArg("G K | R G K", (torch.float32,), optional=True, layout="dense"),
+        "tree": GroupArg({Tree: _TREE}, optional=True),
+        "logits": TensorArg(
+            "R N V", (torch.float32,), optional=True, written=True, layout="rows", when="rule=recursive"
+        ),
+    },
+    reference=draft_tree_reference,
+    plan=launch.plan,
+    run=launch.run,
+    results=["tree", "logits"],
+    also=_check,
+    empty="R",
+    workspace=True,
+)
 
 
 def draft_tree(
@@ -95,54 +163,18 @@ def draft_tree(
     Computed in float32; the kernels differ from the reference in the order of sums alone. Graph-safe; a request's tree
     depends on its own inputs only. Launches of the kernels: ``3 G + 1``, and one more under ``"recursive"``.
     """
-    check_walk(base_logits, anchor, head, hidden, None, sampling, position, Stream.TARGET)
-    _check(base_logits, rule, num_nodes, branching, budget, beam, acceptance)
-    if out is not None:
-        check_tree_out(out, base_logits, rule, num_nodes)
-    check_workspace(workspace)
-    left_out = unsupported(head, sampling)
-    if left_out is not None and backend == "triton":
-        raise ValueError(f"backend: the kernels of draft_tree do not serve {left_out}; use 'auto' or 'reference'")
-    taken = resolve("draft_tree", "reference" if left_out is not None and backend == "auto" else backend, base_logits)
-    inputs = TreeInputs(
-        base_logits,
-        anchor,
-        head,
-        hidden,
-        sampling,
-        position,
-        rule,
-        num_nodes,
-        branching,
-        budget,
-        _width(num_nodes, beam),
-        acceptance,
-    )
-    if torch.compiler.is_compiling():
-        draft = empty_tree_draft(base_logits, anchor, rule, num_nodes) if out is None else out
-        library.draft_tree_op(inputs, draft, workspace, taken)
-        return draft
-    if taken == "triton":
-        from dspark.ops.draft.tree_launch import draft_tree_triton
-
-        draft = empty_tree_draft(base_logits, anchor, rule, num_nodes) if out is None else out
-        draft_tree_triton(inputs, draft, workspace)
-        return draft
-    draft = draft_tree_reference(
-        base_logits,
-        anchor,
-        head,
-        hidden,
-        sampling,
-        position,
-        rule,
-        num_nodes,
-        branching,
-        budget,
-        inputs.beam,
-        acceptance,
-    )
-    return draft if out is None else copy_tree_draft(draft, out)
+    if out is not None and not isinstance(out, TreeDraft):
+        raise TypeError(f"out: expected a TreeDraft, got {type(out).__name__}")
+    unserved = _unserved(head, sampling)
+    if unserved is not None and backend == "triton":
+        raise ValueError(f"backend: the kernels of draft_tree do not serve {unserved}; use 'auto' or 'reference'")
+    if unserved is not None and backend == "auto":
+        backend = "reference"
+    block = (base_logits, anchor, head, hidden, sampling, position)
+    shape = (rule, num_nodes, branching, budget, _width(num_nodes, beam), acceptance)
+    results = (None, None) if out is None else out
+    found = TreeDraft(*_DRAFT_TREE(backend, *block, *shape, *results, workspace=workspace))
+    return found if out is None else out
 
 
 def draft_tree_workspace(
@@ -155,9 +187,7 @@ def draft_tree_workspace(
     beam: int | None = None,
 ) -> int:
     """Bytes of ``workspace`` that the kernels of :func:`draft_tree` take for such arguments."""
-    from dspark.ops.draft.tree_plan import workspace_bytes
-
-    return workspace_bytes(base_logits, head, rule, num_nodes, branching, _width(num_nodes, beam))
+    return 4 * sum(launch.sizes_of(base_logits, head, rule, num_nodes, branching, _width(num_nodes, beam)).regions)
 
 
 def _width(num_nodes: int, beam: int | None) -> int:
@@ -166,28 +196,10 @@ def _width(num_nodes: int, beam: int | None) -> int:
     return most if beam is None else min(beam, most)
 
 
-def _check(
-    base_logits: Tensor,
-    rule: Rule,
-    num_nodes: int,
-    branching: int,
-    budget: Tensor | None,
-    beam: int | None,
-    acceptance: Tensor | None,
-) -> None:
-    if rule not in RULES_OF_TREES:
-        raise ValueError(f"rule: expected one of {', '.join(map(repr, RULES_OF_TREES))}, got {rule!r}")
-    for name, value, most in (("num_nodes", num_nodes, MAX_NODES), ("branching", branching, MAX_BRANCHING)):
-        if not 1 <= value <= most:
-            raise ValueError(f"{name}: expected 1 to {most}, got {value}")
-    if beam is not None and beam < 1:
-        raise ValueError(f"beam: expected at least 1, got {beam}")
-    sizes = {"R": base_logits.shape[0], "G": base_logits.shape[1], "K": branching}
-    if budget is not None:
-        check_shape("budget", budget, "R", sizes)
-        check_dtype("budget", budget, (torch.int64,))
-    if acceptance is not None:
-        if rule != "recursive":
-            raise ValueError(f"acceptance: rule {rule!r} does not use it; pass None")
-        check_shape("acceptance", acceptance, "R G K" if acceptance.ndim == 3 else "G K", sizes)
-        check_dtype("acceptance", acceptance, (torch.float32,))
+def _unserved(head: SequentialHead | None, sampling: Sampling) -> str | None:
+    """What of a call the kernels do not do, in words, or None."""
+    if head is not None and not isinstance(head, MarkovHead):
+        return f"a {type(head).__name__}"
+    if isinstance(sampling, Sampling) and sampling.any_truncation and not sampling.all_greedy:
+        return "truncation (sampling.any_truncation)"
+    return None

@@ -2,19 +2,62 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from dspark.ops.backend import resolve
-from dspark.ops.checks import FLOAT_DTYPES, INT_DTYPES, check_dtype, check_shape
-from dspark.ops.library.schedule import schedule_prefix_op
-from dspark.ops.schedule.launch import schedule_triton, workspace_bytes
-from dspark.ops.schedule.reference import MAX_ROWS, ScheduleMode, schedule_reference
+from dspark.ops.call import FLOATS, INTS, ScalarArg, TensorArg
+from dspark.ops.op import Op
+from dspark.ops.schedule import launch, reference
+from dspark.ops.schedule.reference import MAX_ROWS, ScheduleMode
 from dspark.ops.types import Backend
 
-_FLOATS = (*FLOAT_DTYPES, torch.float64)
+_FLOATS = (*FLOATS, torch.float64)
+
+
+def _check(
+    sizes: dict[str, int],
+    confidence: Tensor,
+    steps_per_second: Tensor | None,
+    mode: str,
+    budget: Tensor | None,
+    **_: Any,
+) -> None:
+    rows = sizes["R"] * (1 + sizes["G"])
+    if rows > MAX_ROWS:
+        shape = list(confidence.shape)
+        raise ValueError(f'confidence: expected shape "R G" with R * (1 + G) <= {MAX_ROWS}, got {shape}')
+    if steps_per_second is None and mode != "budget":
+        raise ValueError(f'steps_per_second: mode "{mode}" needs the speed curve "C", got None')
+    if steps_per_second is not None and sizes["C"] <= rows:
+        shape = list(steps_per_second.shape)
+        raise ValueError(f'steps_per_second: expected shape "C" with C > R * (1 + G) = {rows}, got {shape}')
+    if (budget is not None) != (mode == "budget"):
+        came = "None" if budget is None else "a budget"
+        raise ValueError(f'budget: expected with mode "budget" and with no other, got {came} with mode "{mode}"')
+
+
+_SCHEDULE_PREFIX = Op(
+    "schedule_prefix",
+    {
+        "confidence": TensorArg("R G", _FLOATS),
+        "steps_per_second": TensorArg("C", _FLOATS, optional=True, layout="dense"),
+        "mode": ScalarArg("str", choices=get_args(ScheduleMode)),
+        "budget": TensorArg("", INTS, optional=True),
+        "max_lengths": TensorArg("R", INTS, optional=True, layout="dense"),
+        "min_lengths": TensorArg("R", INTS, optional=True, layout="dense"),
+        "weights": TensorArg("R", _FLOATS, optional=True, layout="dense"),
+        "out": TensorArg("R", (torch.int64,), optional=True, written=True, layout="contiguous"),
+    },
+    reference=reference.schedule,
+    plan=launch.plan,
+    run=launch.run,
+    results=["out"],
+    also=_check,
+    empty="R",  # of no drafts, the lengths are still to be written
+    workspace=True,
+)
 
 
 def schedule_prefix(
@@ -33,7 +76,7 @@ def schedule_prefix(
     """Choose verify lengths for a batch.
 
     Draft ``k`` of request ``r`` survives with chance ``a[r, k]``, the product of its confidences up to ``k``, and is
-    worth ``w[r] * a[r, k]`` tokens. Drafts are taken in descending order of worth, ties by (request, slot). After ``n``
+    worth ``w[r] * a[r, k]`` tokens. Drafts are taken in descending order of worth, ties by (request, k). After ``n``
     of them ``B = R + n`` rows are verified (one anchor a request), ``tau = sum(w) + (sum of what they are worth)``
     tokens are expected, and throughput is ``Theta_n = tau * SPS(B)``. The modes differ in ``n``:
 
@@ -75,23 +118,9 @@ def schedule_prefix(
     Survivals and Theta in float64. One launch up to 8,192 drafts (powers of two above R and G), three beyond.
     Graph-safe.
     """
-    _check(confidence, steps_per_second, mode, budget, max_lengths, min_lengths, weights, out)
-    taken = resolve("schedule_prefix", backend, confidence)
-    requests, draft_len = confidence.shape
-    arguments = (confidence, steps_per_second, mode, budget, max_lengths, min_lengths, weights)
-    empty = requests == 0 or draft_len == 0
-    if taken == "reference" and not empty and not torch.compiler.is_compiling():
-        lengths = schedule_reference(*arguments)
-        return lengths if out is None else out.copy_(lengths)
-    if out is None:
-        out = torch.empty(requests, dtype=torch.int64, device=confidence.device)
-    if torch.compiler.is_compiling():
-        schedule_prefix_op(*arguments, out, workspace, taken)
-    elif empty:
-        out.zero_()
-    else:
-        schedule_triton(*arguments, out, workspace)
-    return out
+    arguments = (confidence, steps_per_second, mode, budget, max_lengths, min_lengths, weights, out)
+    result: Tensor = _SCHEDULE_PREFIX(backend, *arguments, workspace=workspace)
+    return result
 
 
 def schedule_workspace(num_requests: int, draft_len: int) -> int:
@@ -100,53 +129,4 @@ def schedule_workspace(num_requests: int, draft_len: int) -> int:
     >>> schedule_workspace(64, 7), schedule_workspace(4096, 16)
     (0, 1315328)
     """
-    return workspace_bytes(num_requests, draft_len)
-
-
-def _check(
-    confidence: Tensor,
-    steps_per_second: Tensor | None,
-    mode: ScheduleMode,
-    budget: Tensor | None,
-    max_lengths: Tensor | None,
-    min_lengths: Tensor | None,
-    weights: Tensor | None,
-    out: Tensor | None,
-) -> None:
-    sizes: dict[str, int] = {}
-    check_shape("confidence", confidence, "R G", sizes)
-    check_dtype("confidence", confidence, _FLOATS)
-    rows = sizes["R"] * (1 + sizes["G"])
-    if rows > MAX_ROWS:
-        raise ValueError(
-            f'confidence: expected shape "R G" with R * (1 + G) <= {MAX_ROWS}, got {list(confidence.shape)}'
-        )
-    if mode not in get_args(ScheduleMode):
-        words = ", ".join(repr(word) for word in get_args(ScheduleMode))
-        raise ValueError(f"mode: expected one of {words}, got {mode!r}")
-    if steps_per_second is None and mode != "budget":
-        raise ValueError(f'steps_per_second: mode "{mode}" needs the speed curve "C", got None')
-    if steps_per_second is not None:
-        check_shape("steps_per_second", steps_per_second, "C", sizes)
-        check_dtype("steps_per_second", steps_per_second, _FLOATS)
-        if sizes["C"] <= rows:
-            raise ValueError(
-                f'steps_per_second: expected shape "C" with C > R * (1 + G) = {rows}, '
-                f"got {list(steps_per_second.shape)}"
-            )
-    if (budget is not None) != (mode == "budget"):
-        came = "None" if budget is None else "a budget"
-        raise ValueError(f'budget: expected with mode "budget" and with no other, got {came} with mode "{mode}"')
-    if budget is not None:
-        check_shape("budget", budget, "", sizes)
-        check_dtype("budget", budget, INT_DTYPES)
-    for name, lengths in (("max_lengths", max_lengths), ("min_lengths", min_lengths)):
-        if lengths is not None:
-            check_shape(name, lengths, "R", sizes)
-            check_dtype(name, lengths, INT_DTYPES)
-    if weights is not None:
-        check_shape("weights", weights, "R", sizes)
-        check_dtype("weights", weights, _FLOATS)
-    if out is not None:
-        check_shape("out", out, "R", sizes)
-        check_dtype("out", out, (torch.int64,))
+    return 4 * sum(launch.scratch_sizes(num_requests, launch.schedule_config(num_requests, draft_len)))

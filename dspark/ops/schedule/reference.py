@@ -46,7 +46,7 @@ class _Pool:
         return 0 if self.floors is None else self.floors.sum()
 
 
-def schedule_reference(
+def schedule(
     confidence: Tensor,
     steps_per_second: Tensor | None,
     mode: ScheduleMode,
@@ -55,8 +55,10 @@ def schedule_reference(
     min_lengths: Tensor | None,
     weights: Tensor | None,
 ) -> Tensor:
-    """The lengths ``[R]`` int64; arguments as checked by :func:`dspark.ops.schedule_prefix`, with R and G above 0."""
-    requests = confidence.shape[0]
+    """The lengths ``[R]`` int64; arguments as checked by :func:`dspark.ops.schedule_prefix`, with R above 0."""
+    requests, draft_len = confidence.shape
+    if draft_len == 0:
+        return torch.zeros(requests, dtype=torch.int64, device=confidence.device)
     pool = _pool(confidence, max_lengths, min_lengths, weights)
     keys = (1 << UNIT_BITS) - pool.units  # [R, G], ascending from the draft worth most
     taken = (1 << UNIT_BITS) - _ascending(keys.view(-1))  # [R * G], units in order of rank
@@ -78,7 +80,7 @@ def _ascending(keys: Tensor) -> Tensor:
 
 
 def _first(count: Tensor, units: Tensor, taken: Tensor) -> Tensor:
-    """How many of the ``count`` drafts worth most each request has ``[R]``, ties by (request, slot)."""
+    """How many of the ``count`` drafts worth most each request has ``[R]``, ties by (request, k)."""
     least = taken.index_select(0, (count - 1).clamp(min=0).view(1))  # what the last of them is worth
     above, ties = units > least, units == least
     among_ties = ties.view(-1).cumsum(0, dtype=torch.int32).view_as(ties)  # place of each, from 1
@@ -88,7 +90,7 @@ def _first(count: Tensor, units: Tensor, taken: Tensor) -> Tensor:
 def survival_of(confidence: Tensor) -> Tensor:
     """Chance ``[G, R]`` float64 that all drafts up to each one survive, from confidences ``[R, G]``.
 
-    NaN counts as 0, and others are clamped to [0, 1]. Along the first axis the product goes from slot to slot, one
+    NaN counts as 0, and others are clamped to [0, 1]. Along the first axis the product goes from draft to draft, one
     rounding each, on every device.
     """
     chances = torch.empty(confidence.t().shape, dtype=torch.float64, device=confidence.device).copy_(confidence.t())
@@ -105,16 +107,16 @@ def _pool(confidence: Tensor, max_lengths: Tensor | None, min_lengths: Tensor | 
         worth *= weight
         base = (weight * 2.0**UNIT_BITS).long().sum()
     units = worth.mul_(2.0**UNIT_BITS).int()  # [G, R]
-    slot = torch.arange(draft_len, device=confidence.device)[:, None]
+    draft = torch.arange(draft_len, device=confidence.device)[:, None]
     floors = None
     if min_lengths is not None:
         caps = min_lengths if max_lengths is None else torch.minimum(min_lengths.long(), max_lengths.long())
         floors = caps.long().clamp(0, draft_len)
-        forced = slot < floors
+        forced = draft < floors
         base = base + units.where(forced, 0).sum()
         units.masked_fill_(forced, 0)
     if max_lengths is not None:
-        units.masked_fill_(slot >= max_lengths, 0)
+        units.masked_fill_(draft >= max_lengths, 0)
     return _Pool(units.t().contiguous(), floors, base)
 
 

@@ -11,26 +11,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dspark.kernels.draft import tree as kernels
 from dspark.ops.draft.tree import draft_tree, draft_tree_workspace
-from dspark.ops.draft.tree_inputs import empty_tree_draft
-from dspark.ops.draft.tree_launch import draft_tree_triton
-from dspark.ops.draft.tree_plan import levels_of, workspace_bytes
+from dspark.ops.draft.tree_launch import levels_of, sizes_of
+from dspark.ops.draft.tree_reference import GREEDY_STEP, LOG_UNITS
 from dspark.ops.launch import recorded_launches
+from dspark.ops.op import OPS
 from dspark.ops.philox import gumbel
 from dspark.ops.types import MarkovHead, Rule, Stream, Tree, TreeDraft
 from dspark.testing.guards import guarded, poisoned_empty
-from tests.ops.accept.triton_trees import (
-    FIELDS,
+from tests.ops.case import Case as OpCase
+from tests.ops.draft import tree_cases
+from tests.ops.draft.triton_trees import (
     assert_agrees,
     assert_same_bits,
     assert_same_trees,
+    blank,
     inputs_of,
     reference,
     run,
 )
 from tests.ops.draft.triton_walks import PARTS, TINY
 from tests.ops.draft.walks import Case, V, make_case
-from tests.ops.shipped_tree import CALLS, DRAFTS
 from tests.ops.trees import TREE_RULES
 
 pytestmark = pytest.mark.triton
@@ -163,22 +165,20 @@ def test_all_of_the_trees_and_nothing_else_is_written(rule: Rule) -> None:
         case, rule, 6, 2, base_logits=base.tensor, head=MarkovHead(w1.tensor, w2.tensor), budget=budget
     )  # fmt: skip
     with poisoned_empty():
-        blank = empty_tree_draft(case.base_logits, case.anchor, rule, 6)
-        bands = {name: guarded(getattr(blank.tree, name)) for name in FIELDS}
-        scores = None if blank.logits is None else guarded(blank.logits, row_gap=4)
-        size = workspace_bytes(base.tensor, inputs.head, rule, 6, 2, inputs.beam, TINY)
+        written = blank(inputs)
+        bands = [guarded(field) for field in written.tree]
+        scores = None if written.logits is None else guarded(written.logits, row_gap=4)
+        size = 4 * sum(sizes_of(base.tensor, inputs.head, rule, 6, 2, inputs.beam, TINY).regions)
         workspace = guarded(torch.empty(size, dtype=torch.uint8))
-        out = TreeDraft(
-            Tree(**{name: band.tensor for name, band in bands.items()}), None if scores is None else scores.tensor
-        )
-        draft_tree_triton(inputs, out, workspace.tensor, TINY)
-    for band in (w1, w2, base, workspace, *bands.values(), *([] if scores is None else [scores])):
+        out = TreeDraft(Tree(*(band.tensor for band in bands)), None if scores is None else scores.tensor)
+        OPS["draft_tree"]("triton", *inputs, *out, workspace=workspace.tensor, config=TINY)
+    for band in (w1, w2, base, workspace, *bands, *([] if scores is None else [scores])):
         band.check()
     expected = reference(inputs)
     assert_same_trees(inputs, out.tree, expected.tree)
     assert out.logits is None or not out.logits.isnan().any()
     with pytest.raises(ValueError, match=r'workspace: expected shape "bytes" with bytes >= '):
-        draft_tree_triton(inputs, out, workspace.tensor[:-1], TINY)
+        OPS["draft_tree"]("triton", *inputs, *out, workspace=workspace.tensor[:-1], config=TINY)
 
 
 def test_p06_rows_beyond_32_bit_offsets() -> None:
@@ -209,28 +209,25 @@ def call(case: Case, rule: Rule = "coupled", **options: Any) -> TreeDraft:
 @on_two_rules
 def test_the_public_op_takes_the_kernels(rule: Rule) -> None:
     case = small()
-    out = empty_tree_draft(case.base_logits, case.anchor, rule, 6)
+    out = blank(inputs_of(case, rule, 6, 2))
     size = draft_tree_workspace(case.base_logits, head=case.head, rule=rule, num_nodes=6, branching=2)
     workspace = torch.empty(size, dtype=torch.uint8)
     assert call(case, rule, out=out, workspace=workspace) is out
     expected = call(case, rule, backend="reference")
     assert torch.equal(out.tree.tokens, expected.tree.tokens)
-    again = call(case, rule, out=empty_tree_draft(case.base_logits, case.anchor, rule, 6), backend="reference")
+    again = call(case, rule, out=blank(inputs_of(case, rule, 6, 2)), backend="reference")
     assert_same_bits(again, expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "launches"),
-    [
-        ("draft_tree, coupled", 3 * DRAFTS + 1),
-        ("draft_tree, recursive", 3 * DRAFTS + 2),
-        ("draft_tree, no head", 3 * DRAFTS + 1),
-    ],
-)
-def test_launches(name: str, launches: int) -> None:
+@pytest.mark.parametrize("case", tree_cases.SHIPPED, ids=str)
+def test_launches(case: OpCase) -> None:
     with recorded_launches() as found:
-        CALLS[name]()
-    assert len(found) == launches
+        case.op("triton", *case.values("meta"))
+    assert len(found) == 3 * tree_cases.DRAFTS + 1 + (case.words == "recursive")
+
+
+def test_both_sides_count_alike() -> None:
+    assert (kernels.greedy_step(), kernels.log_units()) == (GREEDY_STEP, LOG_UNITS)
 
 
 def test_an_empty_batch_launches_nothing() -> None:
@@ -256,9 +253,8 @@ def test_sizes_of_levels() -> None:
         ({"head": "rnn"}, "backend: the kernels of draft_tree do not serve a RNNHead; use 'auto' or 'reference'"),
         ({"top_k": 3}, r"do not serve truncation \(sampling.any_truncation\)"),
         ({"base": "columns"}, "base_logits: the kernels need a contiguous last axis"),
-        ({"budget": "meta"}, "budget: expected device cpu, got meta"),
-        ({"out": "logits"}, "out.logits: rule 'coupled' has none; expected None"),
-        ({"out": "places"}, 'out.tree.tokens: expected shape "R N" with N = 6, got'),
+        ({"out": "logits"}, "logits: expected None without rule=recursive"),
+        ({"out": "places"}, 'tree.tokens: expected shape "R N" with N = 6, got'),
     ],
 )
 def test_what_the_kernels_do_not_serve_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -266,11 +262,9 @@ def test_what_the_kernels_do_not_serve_is_refused(changes: dict[str, Any], messa
     options: dict[str, Any] = {"sampling": case.sampling} if "top_k" in changes else {}
     if "base" in changes:
         case = replace(case, base_logits=case.base_logits.transpose(1, 2).contiguous().transpose(1, 2))
-    if "budget" in changes:
-        options["budget"] = torch.ones(2, dtype=torch.int64, device="meta")
     if "out" in changes:
         rule: Rule = "recursive" if changes["out"] == "logits" else "coupled"
-        options["out"] = empty_tree_draft(case.base_logits, case.anchor, rule, 6 if rule == "recursive" else 5)
+        options["out"] = blank(inputs_of(case, rule, 6 if rule == "recursive" else 5, 2))
     with pytest.raises(ValueError, match=message):
         call(case, **options)
 

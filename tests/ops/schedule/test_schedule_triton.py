@@ -12,8 +12,9 @@ from torch import Tensor
 
 from dspark.kernels.schedule import prefix as kernels
 from dspark.ops.launch import power_of_two, recorded_launches
+from dspark.ops.op import OPS
 from dspark.ops.schedule import schedule_prefix, schedule_workspace
-from dspark.ops.schedule.launch import MAX_SORTED, ScheduleConfig, schedule_config, schedule_triton, workspace_bytes
+from dspark.ops.schedule.launch import MAX_SORTED, ScheduleConfig, schedule_config, scratch_sizes
 from dspark.ops.schedule.reference import MAX_ROWS, MAX_SPEED, UNIT_BITS, ScheduleMode
 from dspark.testing.guards import guarded, poisoned_empty
 from tests.ops.schedule.test_schedule import Problem, arguments_of, problems
@@ -26,19 +27,17 @@ NAN = float("nan")
 
 def chunked(draft_len: int, chunk: int = 8) -> ScheduleConfig:
     """Chunks of a few drafts, each ranked by two programs."""
-    slots = power_of_two(draft_len)
-    return ScheduleConfig(max(1, chunk // slots), slots, max(1, chunk // slots) * slots // 2)
+    drafts = power_of_two(draft_len)
+    return ScheduleConfig(max(1, chunk // drafts), drafts, max(1, chunk // drafts) * drafts // 2)
 
 
 def by_kernel(config: ScheduleConfig | None, mode: ScheduleMode, **arguments: Any) -> Tensor:
     """Lengths by the kernels, in memory that held something else."""
     names = ("confidence", "steps_per_second", "mode", "budget", "max_lengths", "min_lengths", "weights")
-    given_arguments = {"mode": mode, "budget": None, "max_lengths": None, "min_lengths": None, "weights": None}
-    given_arguments |= arguments
+    given = dict.fromkeys(names) | {"mode": mode} | arguments
     with poisoned_empty():
-        out = torch.empty(arguments["confidence"].shape[0], dtype=torch.int64)
-        schedule_triton(*(given_arguments[name] for name in names), out, None, config)
-    return out
+        lengths: Tensor = OPS["schedule_prefix"]("triton", *(given[name] for name in names), None, config=config)
+    return lengths
 
 
 def assert_agrees(problem: Problem, mode: ScheduleMode, budget: int, config: ScheduleConfig | None) -> None:
@@ -77,7 +76,7 @@ def test_pools_of_several_tiles(requests: int, mode: ScheduleMode) -> None:
     arguments: dict[str, Any] = pool(requests, 7)
     if mode == "budget":
         arguments["budget"] = torch.tensor(requests * 3)
-    assert schedule_config(requests, 7).size > kernels.MOST_SEARCHED.value
+    assert schedule_config(requests, 7).size > kernels.most_searched()
     expected = schedule_prefix(mode=mode, backend="reference", **arguments)
     assert torch.equal(by_kernel(None, mode, **arguments), expected)
     assert 0 < expected.sum() < requests * 7
@@ -110,17 +109,15 @@ def test_dtypes_strides_and_bad_numbers(dtype: torch.dtype, config: ScheduleConf
 
 @pytest.mark.parametrize("config", [None, chunked(3)], ids=["one program", "chunks"])
 def test_nothing_else_is_written(config: ScheduleConfig | None) -> None:
-    arguments = pool(6, 3)
-    confidence = guarded(arguments["confidence"].nan_to_num(0.5), row_gap=3)
-    needed = workspace_bytes(6, 3, config)
+    given = pool(6, 3)
+    confidence = guarded(given["confidence"].nan_to_num(0.5), row_gap=3)
+    needed = 4 * sum(scratch_sizes(6, config or schedule_config(6, 3)))
     with poisoned_empty():
         out = guarded(torch.empty(6, dtype=torch.int64))
         workspace = guarded(torch.empty(max(needed, 1), dtype=torch.uint8))
     caps = torch.tensor([3, 3, 0, 3, 1, 3])
-    speed = arguments["steps_per_second"]
-    schedule_triton(
-        confidence.tensor, speed, "global", None, caps, None, None, out.tensor, workspace.tensor[:needed], config
-    )
+    arguments = (confidence.tensor, given["steps_per_second"], "global", None, caps, None, None, out.tensor)
+    OPS["schedule_prefix"]("triton", *arguments, workspace=workspace.tensor[:needed], config=config)
     for band in (confidence, out, workspace):
         band.check()
     assert (out.tensor >= 0).all()
@@ -154,6 +151,10 @@ def test_launches_by_size(requests: int, draft_len: int, launches: int) -> None:
     assert len(recorded) == launches
 
 
+def test_no_drafts_are_no_lengths() -> None:
+    assert by_kernel(None, "global", **pool(3, 0)).tolist() == [0, 0, 0]
+
+
 @pytest.mark.parametrize("draft_len", [1, 3, 7, 8, 16, 200, MAX_SORTED])
 def test_configurations(draft_len: int) -> None:
     for requests in (1, 2, 31, 64, 500, 512, 513, 4096, 60_000):
@@ -161,15 +162,14 @@ def test_configurations(draft_len: int) -> None:
             continue
         config = schedule_config(requests, draft_len)
         assert config.size == power_of_two(config.size) <= MAX_SORTED
-        assert config.block_slots >= draft_len
+        assert config.block_drafts >= draft_len
         assert config.parts * config.block_ranked == config.size
-        assert config.chunks(requests) * config.size <= 2**kernels.INDEX_BITS.value
+        assert config.chunks(requests) * config.size <= 2 ** kernels.place_bits()
 
 
 def test_both_sides_count_alike() -> None:
-    assert kernels.UNITS.value == 1 << UNIT_BITS
-    assert kernels.MAX_SPEED.value == MAX_SPEED
-    assert kernels.PLACE.value == 2**kernels.INDEX_BITS.value - 1
+    assert kernels.token_units() == 1 << UNIT_BITS
+    assert kernels.max_speed() == MAX_SPEED
     # Keys fit into 63 bits, and float64 holds every sum exactly.
-    assert UNIT_BITS + 1 + kernels.INDEX_BITS.value < 63
+    assert UNIT_BITS + 1 + kernels.place_bits() < 63
     assert MAX_ROWS << UNIT_BITS <= 2**53

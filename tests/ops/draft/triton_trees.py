@@ -2,64 +2,68 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dspark.ops.draft.tree_inputs import TreeInputs, empty_tree_draft
-from dspark.ops.draft.tree_launch import draft_tree_triton
 from dspark.ops.draft.tree_reference import draft_tree_reference
 from dspark.ops.draft.walk import sequential_step
 from dspark.ops.draft.walk_plan import WalkConfig
+from dspark.ops.op import OPS
 from dspark.ops.philox import gumbel
 from dspark.ops.sample import transform
-from dspark.ops.types import Rule, Stream, Tree, TreeDraft
+from dspark.ops.types import Rule, Sampling, SequentialHead, Stream, Tree, TreeDraft
 from tests.ops.draft.triton_walks import TINY
 from tests.ops.draft.walks import Case
 from tests.tolerances import LOGITS
 
-FIELDS = ("tokens", "parents", "ancestors", "depth", "num_nodes")
+
+class Inputs(NamedTuple):
+    """The declared arguments of ``draft_tree``, in order."""
+
+    base_logits: Tensor
+    anchor: Tensor
+    head: SequentialHead | None
+    hidden: Tensor | None
+    sampling: Sampling
+    position: Tensor
+    rule: Rule
+    num_nodes: int
+    branching: int
+    budget: Tensor | None
+    beam: int
+    acceptance: Tensor | None
 
 
-def inputs_of(case: Case, rule: Rule, num_nodes: int, branching: int, **changes: Any) -> TreeInputs:
+def inputs_of(case: Case, rule: Rule, num_nodes: int, branching: int, **changes: Any) -> Inputs:
     """A call without truncation, and without a beam that would change anything."""
-    return TreeInputs(
-        **{
-            "base_logits": case.base_logits,
-            "anchor": case.anchor,
-            "head": case.head,
-            "hidden": None,
-            "sampling": case.sampling._replace(any_truncation=False),
-            "position": case.position,
-            "rule": rule,
-            "num_nodes": num_nodes,
-            "branching": branching,
-            "budget": None,
-            "beam": max(num_nodes - 1, 1),
-            "acceptance": None,
-            **changes,
-        }
-    )
+    sampling, beam = case.sampling._replace(any_truncation=False), max(num_nodes - 1, 1)
+    block = (case.base_logits, case.anchor, case.head, None, sampling, case.position)
+    return Inputs(*block, rule, num_nodes, branching, None, beam, None)._replace(**changes)
 
 
-def reference(inputs: TreeInputs) -> TreeDraft:
-    return draft_tree_reference(*(getattr(inputs, f.name) for f in fields(inputs)))
+def reference(inputs: Inputs) -> TreeDraft:
+    return draft_tree_reference(*inputs)
 
 
-def run(inputs: TreeInputs, config: WalkConfig | None = TINY, workspace: Tensor | None = None) -> TreeDraft:
-    """What the kernels say, cut as ``config`` says, in memory that holds what no op would write."""
-    out = empty_tree_draft(inputs.base_logits, inputs.anchor, inputs.rule, inputs.num_nodes)
-    for name in FIELDS:
-        getattr(out.tree, name).fill_(-77)
-    if out.logits is not None:
-        out.logits.fill_(float("nan"))
-    draft_tree_triton(inputs, out, workspace, config)
-    return out
+def blank(inputs: Inputs) -> TreeDraft:
+    """Memory that holds what no op would write."""
+    requests, _, vocab_size = inputs.base_logits.shape
+    places = (requests, inputs.num_nodes)
+    words = () if inputs.num_nodes <= 64 else (-(-inputs.num_nodes // 64),)
+    shapes = (places, places, (*places, *words), places, (requests,))
+    tree = Tree(*(torch.full(shape, -77) for shape in shapes))
+    scored = inputs.rule == "recursive"
+    return TreeDraft(tree, torch.full((*places, vocab_size), float("nan")) if scored else None)
 
 
-def assert_agrees(inputs: TreeInputs, config: WalkConfig | None = TINY) -> TreeDraft:
+def run(inputs: Inputs, config: WalkConfig | None = TINY) -> TreeDraft:
+    """What the kernels say, cut as ``config`` says."""
+    return TreeDraft(*OPS["draft_tree"]("triton", *inputs, *blank(inputs), config=config))
+
+
+def assert_agrees(inputs: Inputs, config: WalkConfig | None = TINY) -> TreeDraft:
     """The kernels make the reference's trees, up to ties that the order of a sum decides."""
     expected, out = reference(inputs), run(inputs, config)
     assert_same_trees(inputs, out.tree, expected.tree)
@@ -69,10 +73,10 @@ def assert_agrees(inputs: TreeInputs, config: WalkConfig | None = TINY) -> TreeD
     return out
 
 
-def assert_same_trees(inputs: TreeInputs, tree: Tree, expected: Tree) -> None:
+def assert_same_trees(inputs: Inputs, tree: Tree, expected: Tree) -> None:
     """The same trees; or, up to near-ties, nodes worth the same in their places, each the child whose turn it was."""
     for r in range(len(inputs.anchor)):
-        if all(torch.equal(getattr(tree, name)[r], getattr(expected, name)[r]) for name in FIELDS):
+        if all(torch.equal(getattr(tree, name)[r], getattr(expected, name)[r]) for name in Tree._fields):
             continue
         if inputs.rule == "recursive":
             assert torch.equal(tree.parents[r], expected.parents[r]), "the shape is static"
@@ -80,7 +84,7 @@ def assert_same_trees(inputs: TreeInputs, tree: Tree, expected: Tree) -> None:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=LOGITS * inputs.base_logits.shape[1])
 
 
-def worths(inputs: TreeInputs, tree: Tree, r: int) -> Tensor:
+def worths(inputs: Inputs, tree: Tree, r: int) -> Tensor:
     """What each node's path is worth, from the tokens on it; that they are the largest in turn is checked."""
     worth = [0.0]
     for node in range(1, int(tree.num_nodes[r])):
@@ -94,7 +98,7 @@ def worths(inputs: TreeInputs, tree: Tree, r: int) -> Tensor:
     return torch.tensor(worth)
 
 
-def keys_after(inputs: TreeInputs, r: int, token: int, depth: int) -> Tensor:
+def keys_after(inputs: Inputs, r: int, token: int, depth: int) -> Tensor:
     """What the children of a node are chosen by, ``[V]``."""
     s, one = inputs.sampling, slice(r, r + 1)
     scores = inputs.base_logits[one, depth].float()
@@ -113,7 +117,7 @@ def keys_after(inputs: TreeInputs, r: int, token: int, depth: int) -> Tensor:
 
 
 def assert_same_bits(a: TreeDraft, b: TreeDraft, rows: Any = slice(None), others: Any = slice(None)) -> None:
-    for name in FIELDS:
+    for name in Tree._fields:
         assert torch.equal(getattr(a.tree, name)[rows], getattr(b.tree, name)[others]), name
     if a.logits is not None and b.logits is not None:
         assert torch.equal(a.logits[rows].view(torch.int32), b.logits[others].view(torch.int32))
