@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from dspark.models.pool import PagePool, pages_for
@@ -59,7 +60,8 @@ class BlockTables:
             self.pool.free(found[::-1])
             return None
         hit = len(found) * self.page_size
-        return BlockTable(self, found + rest, list(prompt), dict.fromkeys(self.caches, hit), len(found), digest, hit)
+        held = dict.fromkeys(self.caches, hit)
+        return BlockTable(found + rest, list(prompt), hit, self, held, len(found), digest)
 
     def _find(self, prompt: Sequence[int]) -> tuple[list[int], bytes]:
         found: list[int] = []
@@ -86,8 +88,7 @@ class BlockTables:
         return copies
 
     def _is_writable(self, page: int) -> bool:
-        """Who holds a page only to copy it does not mind a later write."""
-        return self.pool.holders(page) - self._sources[page] == 1 and not self.pool.is_kept(page)
+        return self.pool.is_writable(page, readers=self._sources[page])  # who waits to copy it minds no later write
 
     def _replace(self, page: int, new: int, *, copied: bool) -> None:
         """Give up a holder's page for a new one. Where its content is wanted, the copy to come holds it."""
@@ -107,6 +108,7 @@ class BlockTables:
         self.pool.free(pages)
 
 
+@dataclass(eq=False, repr=False)
 class BlockTable:
     """The pages of one request. Made by :meth:`BlockTables.admit` and :meth:`fork`.
 
@@ -116,19 +118,13 @@ class BlockTable:
         hit: tokens of the prompt that every cache held on admission.
     """
 
-    def __init__(
-        self,
-        tables: BlockTables,
-        pages: list[int],
-        tokens: list[int],
-        held: dict[str, int],
-        num_kept: int,
-        digest: bytes,
-        hit: int = 0,
-    ) -> None:
-        self.pages, self.tokens, self.hit = pages, tokens, hit
-        self._tables, self._held = tables, held
-        self._num_kept, self._digest = num_kept, digest  # pages offered to the pool, and the key of the last
+    pages: list[int]
+    tokens: list[int]
+    hit: int
+    _tables: BlockTables
+    _held: dict[str, int]
+    _num_kept: int  # pages offered to the pool
+    _digest: bytes  # the key of the last of them
 
     @property
     def length(self) -> int:
@@ -192,9 +188,7 @@ class BlockTable:
         """
         shared = self.pages[: pages_for(max(self._held.values()), self._tables.page_size)]
         self._tables.pool.share(shared)
-        return BlockTable(
-            self._tables, shared, list(self.tokens), dict(self._held), self._num_kept, self._digest, self.hit
-        )
+        return replace(self, pages=shared, tokens=list(self.tokens), _held=dict(self._held))
 
     def trim(self) -> None:
         """Give back the pages past all that a cache holds: look-ahead that was not accepted."""

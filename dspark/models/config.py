@@ -9,6 +9,20 @@ from typing import Any
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
 """Supported ``model_type`` and the class that Hugging Face names in ``architectures``."""
 
+REQUIRED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "max_position_embeddings",
+)  # fmt: skip
+"""Sizes that a ``config.json`` must state."""
+
+SIZES = (*REQUIRED, "num_key_value_heads", "head_dim")
+
+
+def require(fits: bool, message: str) -> None:
+    """Raise a ValueError with this message unless ``fits``."""
+    if not fits:
+        raise ValueError(message)
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -45,30 +59,16 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "max_position_embeddings",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "
-                f"({self.num_key_value_heads})"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for rotary embedding, got {self.head_dim}")
-        if self.layer_windows and (len(self.layer_windows) != self.num_hidden_layers or min(self.layer_windows) < 0):
-            raise ValueError(
-                f"layer_windows must hold num_hidden_layers ({self.num_hidden_layers}) windows >= 0 or nothing, "
-                f"got {self.layer_windows}"
-            )
+        for name in SIZES:
+            require(getattr(self, name) >= 1, f"{name} must be positive, got {getattr(self, name)}")
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        grouped = f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})"
+        require(heads % kv_heads == 0, grouped)
+        require(self.head_dim % 2 == 0, f"head_dim must be even for rotary embedding, got {self.head_dim}")
+        layers, windows = self.num_hidden_layers, self.layer_windows
+        wanted = f"num_hidden_layers ({layers}) windows >= 0 or nothing"
+        fits = not windows or (len(windows) == layers and min(windows) >= 0)
+        require(fits, f"layer_windows must hold {wanted}, got {windows}")
         if not any(self.layer_windows):
             object.__setattr__(self, "layer_windows", ())  # one spelling, so that equal models compare equal
 
@@ -88,35 +88,30 @@ class ModelConfig:
             ValueError: another model type, a missing size, or a feature that the decoder does not have
                 (another activation, quantised weights, nested or partial rotary parameters).
         """
-        model_type = raw.get("model_type")
-        if model_type not in ARCHITECTURES:
-            raise ValueError(f"unsupported model_type {model_type!r}; supported: {', '.join(ARCHITECTURES)}")
-        if raw.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"unsupported hidden_act {raw['hidden_act']!r}; supported: silu")
-        if raw.get("quantization_config"):
-            raise ValueError("unsupported quantization_config: weights must be plain floating point")
-        hidden_size, num_heads = _required(raw, "hidden_size"), _required(raw, "num_attention_heads")
-        num_layers = _required(raw, "num_hidden_layers")
-        max_positions = _required(raw, "max_position_embeddings")
+        model_type, act = raw.get("model_type"), raw.get("hidden_act", "silu")
+        supported = ", ".join(ARCHITECTURES)
+        require(model_type in ARCHITECTURES, f"unsupported model_type {model_type!r}; supported: {supported}")
+        require(act == "silu", f"unsupported hidden_act {act!r}; supported: silu")
+        plain = not raw.get("quantization_config")
+        require(plain, "unsupported quantization_config: weights must be plain floating point")
+        for name in REQUIRED:
+            require(type(raw.get(name)) is int, f"config needs an integer {name}, got {raw.get(name)!r}")
+        sizes: dict[str, int] = {name: raw[name] for name in REQUIRED}
+        num_layers, num_heads = sizes["num_hidden_layers"], sizes["num_attention_heads"]
         # Qwen3Config's default; the other two divide.
-        default_head_dim = 128 if model_type == "qwen3" else hidden_size // num_heads
+        default_head_dim = 128 if model_type == "qwen3" else sizes["hidden_size"] // num_heads
         attention_bias = model_type != "qwen2" and bool(raw.get("attention_bias", False))
         return cls(
-            vocab_size=_required(raw, "vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=_required(raw, "intermediate_size"),
-            num_hidden_layers=num_layers,
-            num_attention_heads=num_heads,
+            **sizes,
             num_key_value_heads=_or(raw.get("num_key_value_heads"), num_heads),
             head_dim=_or(raw.get("head_dim"), default_head_dim),
             rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            max_position_embeddings=max_positions,
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             qk_norm=model_type == "qwen3",
             qkv_bias=model_type == "qwen2" or attention_bias,
             o_bias=attention_bias,
             mlp_bias=model_type == "llama" and bool(raw.get("mlp_bias", False)),
-            rope=_rope(raw, max_positions),
+            rope=_rope(raw, sizes["max_position_embeddings"]),
             layer_windows=_layer_windows(raw, num_layers) if model_type != "llama" else (),
             eos_token_ids=token_ids(raw.get("eos_token_id")),
         )
@@ -127,43 +122,27 @@ class ModelConfig:
         Raises:
             ValueError: no supported model type has this mixture of biases, norms and windows.
         """
-        raw: dict[str, Any] = {
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
+        shared = {
+            **{name: getattr(self, name) for name in (*SIZES, "rms_norm_eps", "tie_word_embeddings")},
             "hidden_act": "silu",
-            "rms_norm_eps": self.rms_norm_eps,
-            "max_position_embeddings": self.max_position_embeddings,
-            "tie_word_embeddings": self.tie_word_embeddings,
             "rope_parameters": dict(self.rope),
             "eos_token_id": list(self.eos_token_ids) or None,
         }
-        biases = (self.qkv_bias, self.o_bias, self.mlp_bias)
-        windows = set(self.layer_windows) - {0}
-        if self.qk_norm and biases in ((False, False, False), (True, True, False)):
-            model_type = "qwen3"
-            raw["attention_bias"] = self.qkv_bias
-        elif not self.qk_norm and biases == (True, False, False):
-            model_type = "qwen2"
-        elif not self.qk_norm and self.qkv_bias == self.o_bias and not windows:
-            model_type = "llama"
-            raw["attention_bias"], raw["mlp_bias"] = self.qkv_bias, self.mlp_bias
-        else:
-            model_type = None
-        if model_type is None or len(windows) > 1:
-            raise ValueError(
-                f"no supported model_type has qk_norm={self.qk_norm}, qkv_bias={self.qkv_bias}, o_bias={self.o_bias}, "
-                f"mlp_bias={self.mlp_bias}, layer_windows={self.layer_windows}"
-            )
-        if model_type != "llama":
-            raw["use_sliding_window"] = bool(windows)
-            raw["sliding_window"] = max(windows, default=None)
-            raw["layer_types"] = ["sliding_attention" if w else "full_attention" for w in self.windows]
-        return {"architectures": [ARCHITECTURES[model_type]], "model_type": model_type, **raw}
+        bias: dict[str, Any] = {"attention_bias": self.qkv_bias}
+        windows: dict[str, Any] = {
+            "use_sliding_window": any(self.windows),
+            "sliding_window": max(self.windows) or None,
+            "layer_types": ["sliding_attention" if window else "full_attention" for window in self.windows],
+        }
+        own = {"qwen3": bias | windows, "qwen2": windows, "llama": bias | {"mlp_bias": self.mlp_bias}}
+        for model_type, architecture in ARCHITECTURES.items():
+            raw = {"architectures": [architecture], "model_type": model_type, **shared, **own[model_type]}
+            if self.from_hf(raw) == self:
+                return raw
+        raise ValueError(
+            f"no supported model_type has qk_norm={self.qk_norm}, qkv_bias={self.qkv_bias}, o_bias={self.o_bias}, "
+            f"mlp_bias={self.mlp_bias}, layer_windows={self.layer_windows}"
+        )
 
 
 def token_ids(raw: int | list[int] | None) -> tuple[int, ...]:
@@ -173,28 +152,21 @@ def token_ids(raw: int | list[int] | None) -> tuple[int, ...]:
     return (raw,) if isinstance(raw, int) else tuple(raw)
 
 
-def _required(raw: Mapping[str, Any], key: str) -> int:
-    value = raw.get(key)
-    if type(value) is not int:
-        raise ValueError(f"config needs an integer {key}, got {value!r}")
-    return value
-
-
 def _or(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
 def _rope(raw: Mapping[str, Any], max_positions: int) -> dict[str, Any]:
     rope = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        raise ValueError(f"unsupported rotary parameters per layer type: {sorted(rope)}")
+    nested = any(isinstance(value, Mapping) for value in rope.values())
+    require(not nested, f"unsupported rotary parameters per layer type: {sorted(rope)}")
     rope["rope_type"] = rope.pop("rope_type", None) or rope.get("type") or "default"
     rope.pop("type", None)
     theta = rope.get("rope_theta")
     rope["rope_theta"] = float(raw.get("rope_theta", 10000.0) if theta is None else theta)
     partial = rope.pop("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if partial not in (None, 1.0):
-        raise ValueError(f"unsupported partial_rotary_factor {partial}; every dimension is rotated")
+    whole = partial in (None, 1.0)
+    require(whole, f"unsupported partial_rotary_factor {partial}; every dimension is rotated")
     if rope["rope_type"] in ("llama3", "yarn"):
         # transformers prefers a key beside the rotary parameters over the one inside them
         original = raw.get("original_max_position_embeddings", rope.get("original_max_position_embeddings"))
@@ -210,11 +182,9 @@ def _layer_windows(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     if types is None:
         first = raw.get("max_window_layers", 28)
         return tuple(window if i >= first else 0 for i in range(num_layers))
-    unknown = set(types) - {"full_attention", "sliding_attention"}
-    if unknown or len(types) != num_layers:
-        raise ValueError(
-            f"layer_types must hold full_attention or sliding_attention for {num_layers} layers, got {types}"
-        )
+    known = len(types) == num_layers and set(types) <= {"full_attention", "sliding_attention"}
+    wanted = f"full_attention or sliding_attention for {num_layers} layers"
+    require(known, f"layer_types must hold {wanted}, got {types}")
     if "sliding_attention" in types and window < 1:
         raise ValueError("layer_types has sliding_attention, but use_sliding_window and sliding_window give no window")
     return tuple(window if t == "sliding_attention" else 0 for t in types)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, cast, get_args
 
 from torch import Tensor, nn
 
-from dspark.models.config import ModelConfig
+from dspark.models.config import ModelConfig, require
 from dspark.models.rotary import Rotary
 from dspark.models.transformer import Attend, DecoderLayer, RMSNorm, new_embedding
 from dspark.ops.types import ConfidenceHead, GatedHead, MarkovHead, RNNHead, SequentialHead
@@ -46,33 +46,21 @@ class DrafterConfig:
     confidence_head_with_markov: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.block_size <= 63:
-            raise ValueError(f"block_size must be in 1..63 (bits of an ancestor word), got {self.block_size}")
-        if not 0 <= self.mask_token_id < self.model.vocab_size:
-            raise ValueError(
-                f"mask_token_id must be in the vocabulary of {self.model.vocab_size}, got {self.mask_token_id}"
-            )
-        last = self.num_target_layers - 1
-        if last in self.target_layer_ids:
-            raise ValueError(
-                f"target_layer_ids holds the last target layer {last}, whose output has two readings (before and "
-                f"after the final norm); got {self.target_layer_ids}"
-            )
-        if not self.target_layer_ids or not all(-1 <= i < last for i in self.target_layer_ids):
-            raise ValueError(
-                f"target_layer_ids must be in -1..{last - 1} for {self.num_target_layers} target layers, "
-                f"got {self.target_layer_ids}"
-            )
-        if self.markov_rank < 0:
-            raise ValueError(f"markov_rank must be >= 0, got {self.markov_rank}")
-        if self.markov_head_type not in get_args(MarkovHeadType):
-            raise ValueError(
-                f"unknown markov_head_type {self.markov_head_type!r}; supported: {', '.join(get_args(MarkovHeadType))}"
-            )
-        if self.enable_confidence_head and self.confidence_head_with_markov and not self.markov_rank:
-            raise ValueError("confidence_head_with_markov needs a Markov head, got markov_rank 0")
-        if any(self.model.layer_windows):
-            raise ValueError("sliding windows are not supported in a drafter: block rows have no causal order")
+        size, mask, rank, vocab = self.block_size, self.mask_token_id, self.markov_rank, self.model.vocab_size
+        require(1 <= size <= 63, f"block_size must be in 1..63 (bits of an ancestor word), got {size}")
+        require(0 <= mask < vocab, f"mask_token_id must be in the vocabulary of {vocab}, got {mask}")
+        ids, last = self.target_layer_ids, self.num_target_layers - 1
+        readings = "whose output has two readings (before and after the final norm)"
+        require(last not in ids, f"target_layer_ids holds the last target layer {last}, {readings}; got {ids}")
+        known = bool(ids) and all(-1 <= i < last for i in ids)
+        require(known, f"target_layer_ids must be in -1..{last - 1} for {last + 1} target layers, got {ids}")
+        require(rank >= 0, f"markov_rank must be >= 0, got {rank}")
+        kind, kinds = self.markov_head_type, get_args(MarkovHeadType)
+        require(kind in kinds, f"unknown markov_head_type {kind!r}; supported: {', '.join(kinds)}")
+        reads_markov = self.enable_confidence_head and self.confidence_head_with_markov
+        require(rank > 0 or not reads_markov, "confidence_head_with_markov needs a Markov head, got markov_rank 0")
+        causal = any(self.model.layer_windows)
+        require(not causal, "sliding windows are not supported in a drafter: block rows have no causal order")
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> DrafterConfig:
@@ -81,49 +69,26 @@ class DrafterConfig:
         Raises:
             ValueError: another format or architecture, a missing key, or a value out of range.
         """
-        foreign = [key for key in FOREIGN_KEYS if key in raw]
-        if foreign:
-            raise ValueError(f"not a DeepSpec config: {', '.join(foreign)} would change what its tensors mean")
-        architectures = raw.get("architectures")
-        if architectures != [ARCHITECTURE]:
-            raise ValueError(
-                f"unsupported drafter architectures {architectures!r}; supported: [{ARCHITECTURE!r}] (DeepSpec)"
-            )
-        keys = ["block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "markov_rank"]
-        keys += ["enable_confidence_head"]
-        if raw.get("markov_rank"):
-            keys += ["markov_head_type"]
-        if raw.get("enable_confidence_head"):
-            keys += ["confidence_head_with_markov"]
-        missing = [key for key in keys if raw.get(key) is None]
-        if missing:
-            raise ValueError(f"drafter config lacks {', '.join(missing)}")
-        return cls(
-            model=ModelConfig.from_hf(raw),
-            block_size=raw["block_size"],
-            mask_token_id=raw["mask_token_id"],
-            target_layer_ids=tuple(raw["target_layer_ids"]),
-            num_target_layers=raw["num_target_layers"],
-            markov_rank=raw["markov_rank"],
-            markov_head_type=cast(MarkovHeadType, raw.get("markov_head_type", "vanilla")),
-            enable_confidence_head=bool(raw["enable_confidence_head"]),
-            confidence_head_with_markov=bool(raw.get("confidence_head_with_markov", False)),
-        )
+        foreign = ", ".join(key for key in FOREIGN_KEYS if key in raw)
+        require(not foreign, f"not a DeepSpec config: {foreign} would change what its tensors mean")
+        named = raw.get("architectures")
+        supported = f"supported: [{ARCHITECTURE!r}] (DeepSpec)"
+        require(named == [ARCHITECTURE], f"unsupported drafter architectures {named!r}; {supported}")
+        own = {f.name: raw.get(f.name, f.default) for f in fields(cls) if f.name != "model"}
+        unused = set() if raw.get("markov_rank") else {"markov_head_type"}
+        unused |= set() if raw.get("enable_confidence_head") else {"confidence_head_with_markov"}
+        missing = [name for name in own if raw.get(name) is None and name not in unused]
+        require(not missing, f"drafter config lacks {', '.join(missing)}")
+        own["target_layer_ids"] = tuple(own["target_layer_ids"])
+        for name in ("enable_confidence_head", "confidence_head_with_markov"):
+            own[name] = bool(own[name])
+        return cls(model=ModelConfig.from_hf(raw), **own)
 
     def to_hf(self) -> dict[str, Any]:
         """The ``config.json`` content that :meth:`from_hf` reads back as an equal configuration."""
-        return {
-            **self.model.to_hf(),
-            "architectures": [ARCHITECTURE],
-            "block_size": self.block_size,
-            "mask_token_id": self.mask_token_id,
-            "target_layer_ids": list(self.target_layer_ids),
-            "num_target_layers": self.num_target_layers,
-            "markov_rank": self.markov_rank,
-            "markov_head_type": self.markov_head_type,
-            "enable_confidence_head": self.enable_confidence_head,
-            "confidence_head_with_markov": self.confidence_head_with_markov,
-        }
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}
+        own["target_layer_ids"] = list(self.target_layer_ids)
+        return {**self.model.to_hf(), "architectures": [ARCHITECTURE], **own}
 
 
 class MarkovModule(nn.Module):
@@ -179,11 +144,7 @@ class DSparkNetwork(nn.Module):
         return out
 
     def context_kv(self, context: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values that each layer injects for the context (eq. 3).
-
-        Args:
-            context: ``[..., h]`` of :meth:`context`.
-            positions: ``[...]`` absolute positions of those tokens.
+        """What each layer injects for :meth:`context`'s ``[..., h]`` at absolute positions ``[...]`` (eq. 3).
 
         Returns:
             Per layer, rotated keys and values, each ``[..., Hkv, D]``.

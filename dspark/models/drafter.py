@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, TypedDict, get_args
 
 import torch
 from torch import Tensor
@@ -12,10 +12,48 @@ from dspark.models.draft_network import DSparkNetwork
 from dspark.ops.checks import check_shape
 from dspark.ops.draft.tree import draft_tree
 from dspark.ops.draft.walk import draft_walk
-from dspark.ops.draft.walk_inputs import WalkTables
 from dspark.ops.types import Draft, QueryBatch, Rule, Sampling, Stream, TreeDraft
 
+if TYPE_CHECKING:
+    from typing_extensions import NotRequired, Unpack
+
 SlotConvention = Literal["anchor-first"]
+
+
+class ChainOptions(TypedDict):
+    """How :meth:`Drafter.propose` draws its tokens.
+
+    Attributes:
+        sampling: parameters of the ``R`` requests.
+        position: ``[R]`` int64 absolute positions of the anchors.
+        stream: which random numbers the tokens are drawn with.
+        return_logits: whether the draft carries the logits that the tokens were sampled from.
+        return_margin: whether it carries how far each draft's best token leads the second; not if it is left out.
+    """
+
+    sampling: Sampling
+    position: Tensor
+    stream: Stream
+    return_logits: bool
+    return_margin: NotRequired[bool]
+
+
+class TreeOptions(TypedDict):
+    """How :meth:`Drafter.propose_tree` grows a tree.
+
+    Attributes:
+        sampling: the drafter's own parameters of the ``R`` requests.
+        position: ``[R]`` int64 absolute positions of the anchors.
+        rule: that will judge the tree, ``"coupled"``, ``"match"`` or ``"recursive"``.
+        num_nodes: most nodes, the anchor's included.
+        branching: most children of a node.
+    """
+
+    sampling: Sampling
+    position: Tensor
+    rule: Rule
+    num_nodes: int
+    branching: int
 
 
 class Drafter(Protocol):
@@ -38,50 +76,51 @@ class Drafter(Protocol):
         """An empty context cache."""
 
     def extend(self, features: Tensor, batch: QueryBatch, cache: PagedCache) -> None:
-        """Take in the target's features of newly committed tokens."""
+        """Take in the target's features of newly committed tokens.
+
+        Args:
+            features: ``[T, m*h]`` of ``Target.forward`` with :attr:`feature_layers`.
+            batch: the rows that these features belong to; only ``positions`` and ``slots`` are read, and a row with
+                slot -1 is skipped. Rows of rejected tokens do no harm when the next context length excludes them.
+            cache: written in place.
+
+        Raises:
+            ValueError: shapes do not fit.
+        """
 
     def propose(
-        self,
-        anchor: Tensor,
-        batch: QueryBatch,
-        cache: PagedCache,
-        *,
-        draft_len: int,
-        sampling: Sampling,
-        position: Tensor,
-        stream: Stream,
-        return_logits: bool,
-        return_margin: bool = False,
+        self, anchor: Tensor, batch: QueryBatch, cache: PagedCache, *, draft_len: int, **options: Unpack[ChainOptions]
     ) -> Draft:
-        """Draft ``draft_len`` tokens after each request's anchor."""
+        """Draft ``draft_len`` tokens after each request's anchor.
+
+        Args:
+            anchor: ``[R]`` int64 last committed tokens; -1 in padded requests.
+            batch: ``n`` bidirectional rows for each request after its committed tokens, ``draft_len <= n`` and at most
+                :attr:`block_size`; their keys and values are written to ``batch.slots``, where the next committed
+                tokens will overwrite them.
+            cache: context of the committed tokens.
+            draft_len: tokens to draft.
+            options: see :class:`ChainOptions`.
+
+        Raises:
+            ValueError: ``draft_len`` is beyond the block size or the batch's rows, or shapes do not fit.
+        """
 
     def propose_tree(
-        self,
-        anchor: Tensor,
-        batch: QueryBatch,
-        cache: PagedCache,
-        *,
-        draft_len: int,
-        sampling: Sampling,
-        position: Tensor,
-        rule: Rule,
-        num_nodes: int,
-        branching: int,
+        self, anchor: Tensor, batch: QueryBatch, cache: PagedCache, *, draft_len: int, **options: Unpack[TreeOptions]
     ) -> TreeDraft:
-        """Draft a tree of ``draft_len`` levels and at most ``num_nodes`` nodes, the anchor's included."""
+        """Draft a tree of ``draft_len`` levels after each request's anchor; the rest as in :meth:`propose`."""
 
 
 class DSparkDrafter:
-    """A DSpark (or DFlash) network over a paged context cache: a :class:`Drafter`.
+    """A DSpark (or DFlash) network over a paged context cache: a :class:`Drafter`, where arguments are described.
 
     Args:
-        network: the drafter's network.
+        network: the drafter's network. It was trained on ``block_size`` rows; fewer are cheaper and draft a little
+            worse.
         slots: what the rows of a block predict. ``"anchor-first"`` (DeepSpec): row k, at the anchor's position + k,
             predicts the token after that position. Other formats put the masks *at* the predicted positions (1 + N
             slots); nothing in the tensors tells them apart, and the wrong reading only drafts badly.
-
-    Attributes:
-        tables: of the walk, for weights that no longer change: ``build_walk_tables(*heads of the network)``, or None.
 
     Raises:
         ValueError: another slot convention.
@@ -92,16 +131,8 @@ class DSparkDrafter:
             raise ValueError(f"unsupported slot convention {slots!r}; supported: 'anchor-first'")
         self.network = network
         self.config = network.config
-        self.tables: WalkTables | None = None
+        self.block_size, self.feature_layers = self.config.block_size, self.config.target_layer_ids
         self._masks = torch.full((1, self.block_size - 1), self.config.mask_token_id, device=self.device)
-
-    @property
-    def block_size(self) -> int:
-        return self.config.block_size
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return self.config.target_layer_ids
 
     @property
     def dtype(self) -> torch.dtype:
@@ -117,17 +148,7 @@ class DSparkDrafter:
 
     @torch.no_grad()
     def extend(self, features: Tensor, batch: QueryBatch, cache: PagedCache) -> None:
-        """Write the keys and values that the target's features inject (eq. 2 and 3).
-
-        Args:
-            features: ``[T, m*h]`` of ``Target.forward`` with :attr:`feature_layers`.
-            batch: the rows that these features belong to; only ``positions`` and ``slots`` are read, and a row with
-                slot -1 is skipped. Rows of rejected tokens do no harm when the next context length excludes them.
-            cache: written in place.
-
-        Raises:
-            ValueError: shapes do not fit.
-        """
+        """Write the keys and values that the target's features inject (eq. 2 and 3)."""
         sizes = {"m*h": self.network.fc.in_features}
         check_shape("features", features, "T m*h", sizes)
         check_shape("batch.slots", batch.slots, "T", sizes)
@@ -138,13 +159,7 @@ class DSparkDrafter:
 
     @torch.no_grad()
     def block_logits(self, anchor: Tensor, batch: QueryBatch, cache: PagedCache) -> tuple[Tensor, Tensor]:
-        """One pass of the parallel backbone, before the sequential head.
-
-        Args:
-            anchor: ``[R]`` int64 last committed tokens; -1 in padded requests.
-            batch: ``n`` bidirectional rows for each request, ``n <= block_size``, after its committed tokens; their
-                keys and values are written to ``batch.slots``, where the next committed tokens will overwrite them.
-            cache: context of the committed tokens.
+        """One pass of the parallel backbone, before the sequential head; arguments as in :meth:`propose`.
 
         Returns:
             The post-norm hidden states ``[R, n, h]`` and the base logits ``[R, n, V]``.
@@ -166,94 +181,28 @@ class DSparkDrafter:
 
     @torch.no_grad()
     def propose(
-        self,
-        anchor: Tensor,
-        batch: QueryBatch,
-        cache: PagedCache,
-        *,
-        draft_len: int,
-        sampling: Sampling,
-        position: Tensor,
-        stream: Stream,
-        return_logits: bool,
-        return_margin: bool = False,
+        self, anchor: Tensor, batch: QueryBatch, cache: PagedCache, *, draft_len: int, **options: Unpack[ChainOptions]
     ) -> Draft:
-        """Draft ``draft_len`` tokens after each request's anchor.
-
-        Args:
-            anchor: ``[R]`` int64 last committed tokens; -1 in padded requests.
-            batch: rows of :meth:`block_logits`, at least ``draft_len`` for each request. The network was trained on
-                ``block_size`` rows; fewer are cheaper and draft a little worse.
-            cache: context of the committed tokens.
-            draft_len: tokens to draft, at most ``block_size``.
-            sampling: parameters of the ``R`` requests.
-            position: ``[R]`` int64 absolute positions of the anchors.
-            stream: which random numbers the tokens are drawn with.
-            return_logits: whether the draft carries the logits that the tokens were sampled from.
-            return_margin: whether it carries how far each draft's best token leads the second.
-
-        Raises:
-            ValueError: ``draft_len`` is beyond the block size or the batch's rows, or shapes do not fit.
-        """
-        self._check_draft_len(draft_len, batch)
-        hidden, base_logits = self.block_logits(anchor, batch, cache)
-        return draft_walk(
-            base_logits[:, :draft_len],
-            anchor,
-            head=self.network.sequential_head(),
-            hidden=hidden[:, :draft_len],
-            confidence_head=self.network.confidence(),
-            sampling=sampling,
-            position=position,
-            stream=stream,
-            return_logits=return_logits,
-            return_margin=return_margin,
-        )
+        """Draft a chain: :meth:`block_logits`, then ``draft_walk``."""
+        hidden, base_logits = self._first_rows(anchor, batch, cache, draft_len)
+        head, confidence = self.network.sequential_head(), self.network.confidence()
+        return draft_walk(base_logits, anchor, head=head, hidden=hidden, confidence_head=confidence, **options)
 
     @torch.no_grad()
     def propose_tree(
-        self,
-        anchor: Tensor,
-        batch: QueryBatch,
-        cache: PagedCache,
-        *,
-        draft_len: int,
-        sampling: Sampling,
-        position: Tensor,
-        rule: Rule,
-        num_nodes: int,
-        branching: int,
+        self, anchor: Tensor, batch: QueryBatch, cache: PagedCache, *, draft_len: int, **options: Unpack[TreeOptions]
     ) -> TreeDraft:
-        """Draft a tree after each request's anchor: :meth:`block_logits`, then ``draft_tree``.
+        """Draft a tree: :meth:`block_logits`, then ``draft_tree``."""
+        hidden, base_logits = self._first_rows(anchor, batch, cache, draft_len)
+        return draft_tree(base_logits, anchor, head=self.network.sequential_head(), hidden=hidden, **options)
 
-        Args:
-            anchor, batch, cache: as for :meth:`block_logits`.
-            draft_len: levels of the tree, at most the batch's rows.
-            sampling: the drafter's own parameters.
-            position: ``[R]`` int64 absolute positions of the anchors.
-            rule: that will judge the tree, ``"coupled"``, ``"match"`` or ``"recursive"``.
-            num_nodes: most nodes, the anchor's included.
-            branching: most children of a node.
-
-        Raises:
-            ValueError: as :meth:`propose` and ``draft_tree``.
-        """
-        self._check_draft_len(draft_len, batch)
-        hidden, base_logits = self.block_logits(anchor, batch, cache)
-        return draft_tree(
-            base_logits[:, :draft_len],
-            anchor,
-            head=self.network.sequential_head(),
-            hidden=hidden[:, :draft_len],
-            sampling=sampling,
-            position=position,
-            rule=rule,
-            num_nodes=num_nodes,
-            branching=branching,
-        )
-
-    def _check_draft_len(self, draft_len: int, batch: QueryBatch) -> None:
+    def _first_rows(
+        self, anchor: Tensor, batch: QueryBatch, cache: PagedCache, draft_len: int
+    ) -> tuple[Tensor, Tensor]:
+        """:meth:`block_logits` of the rows that are drafted from."""
         if not 1 <= draft_len <= self.block_size:
             raise ValueError(f"draft_len must be in 1..{self.block_size} (block_size), got {draft_len}")
         if draft_len > batch.max_query_len:
             raise ValueError(f"draft_len must be <= batch.max_query_len ({batch.max_query_len}), got {draft_len}")
+        hidden, base_logits = self.block_logits(anchor, batch, cache)
+        return hidden[:, :draft_len], base_logits[:, :draft_len]

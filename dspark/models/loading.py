@@ -11,12 +11,12 @@ import json
 from collections.abc import Collection, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dspark.models.config import ARCHITECTURES, ModelConfig, token_ids
+from dspark.models.config import ARCHITECTURES, ModelConfig, require, token_ids
 from dspark.models.draft_network import DrafterConfig, DSparkNetwork
 from dspark.models.drafter import DSparkDrafter
 from dspark.models.target import Target
@@ -46,9 +46,9 @@ def load_target(
     folder = Path(path)
     raw = _read_config(folder)
     config = ModelConfig.from_hf(raw)
-    expected = ARCHITECTURES[raw["model_type"]]
-    if raw.get("architectures", [expected]) != [expected]:
-        raise ValueError(f"{folder}: unsupported architectures {raw['architectures']!r}; supported: [{expected!r}]")
+    known = [ARCHITECTURES[raw["model_type"]]]
+    architectures = raw.get("architectures", known)
+    require(architectures == known, f"{folder}: unsupported architectures {architectures!r}; supported: {known!r}")
     generation = folder / "generation_config.json"
     if generation.is_file():
         eos = token_ids(_read_json(generation).get("eos_token_id"))
@@ -80,8 +80,7 @@ def load_drafter(path: str | PathLike[str], target: Target) -> DSparkDrafter:
         ("vocab_size", config.model.vocab_size, target.config.vocab_size),
         ("num_target_layers", config.num_target_layers, target.config.num_hidden_layers),
     ):
-        if own != wanted:
-            raise ValueError(f"{folder}: the drafter's {name} is {own}, but the target has {wanted}")
+        require(own == wanted, f"{folder}: the drafter's {name} is {own}, but the target has {wanted}")
     with torch.device("meta"):
         network = DSparkNetwork(config)
     _load_weights(network, folder, target.dtype, target.device)
@@ -122,12 +121,11 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-@dataclasses.dataclass(frozen=True)
-class _Stored:
+class _Stored(NamedTuple):
     """A tensor's header."""
 
     file: Path
-    shape: tuple[int, ...]
+    shape: list[int]
     dtype: str
 
 
@@ -149,13 +147,13 @@ def _load_weights(network: CausalLM | DSparkNetwork, folder: Path, dtype: torch.
             with safe_open(file, framework="pt") as reader:
                 for name in reader.keys():  # noqa: SIM118 (a reader is no mapping)
                     header = reader.get_slice(name)
-                    stored[name] = _Stored(file, tuple(header.get_shape()), header.get_dtype())
+                    stored[name] = _Stored(file, list(header.get_shape()), header.get_dtype())
         except SafetensorError as error:
             raise ValueError(f"{file} is truncated or corrupt: {error}") from error
     parameters = dict(network.named_parameters())
     # A tied head is a second name of one parameter, which a file may or may not repeat.
     aliases = network.state_dict().keys() - parameters.keys()
-    _check_headers(folder, {name: tuple(p.shape) for name, p in parameters.items()}, aliases, stored)
+    _check_headers(folder, {name: list(p.shape) for name, p in parameters.items()}, aliases, stored)
 
     weights: dict[str, Tensor] = {}
     for name in parameters:
@@ -168,29 +166,26 @@ def _load_weights(network: CausalLM | DSparkNetwork, folder: Path, dtype: torch.
 
 
 def _check_headers(
-    folder: Path, shapes: Mapping[str, tuple[int, ...]], aliases: Collection[str], stored: Mapping[str, _Stored]
+    folder: Path, shapes: Mapping[str, list[int]], aliases: Collection[str], stored: Mapping[str, _Stored]
 ) -> None:
-    missing = [name for name in shapes if name not in stored]
-    if missing:
-        raise ValueError(f"{folder}: missing tensors: {_some(missing)}")
-    # Old files store rotary frequencies, which follow from the configuration.
-    unexpected = [
-        name
-        for name in stored
-        if name not in shapes and name not in aliases and not name.endswith(".rotary_emb.inv_freq")
-    ]
-    if unexpected:
-        raise ValueError(f"{folder}: unexpected tensors: {_some(unexpected)}")
-    misshaped = [
-        f"{name} is {list(stored[name].shape)}, expected {list(shape)}"
-        for name, shape in shapes.items()
-        if stored[name].shape != shape
-    ]
-    if misshaped:
-        raise ValueError(f"{folder}: mis-shaped tensors: {_some(misshaped)}")
-    quantised = [f"{name} ({stored[name].dtype})" for name in shapes if stored[name].dtype not in STORED_DTYPES]
-    if quantised:
-        raise ValueError(f"{folder}: tensors must be {', '.join(STORED_DTYPES)}: {_some(quantised)}")
+    found = {name: stored[name] for name in shapes if name in stored}
+    faults = {
+        "missing tensors": [name for name in shapes if name not in stored],
+        # Old files store rotary frequencies, which follow from the configuration.
+        "unexpected tensors": [
+            name for name in stored if not (name in shapes or name in aliases or name.endswith(".rotary_emb.inv_freq"))
+        ],
+        "mis-shaped tensors": [
+            f"{name} is {header.shape}, expected {shapes[name]}"
+            for name, header in found.items()
+            if header.shape != shapes[name]
+        ],
+        f"tensors must be {', '.join(STORED_DTYPES)}": [
+            f"{name} ({header.dtype})" for name, header in found.items() if header.dtype not in STORED_DTYPES
+        ],
+    }
+    for fault, names in faults.items():
+        require(not names, f"{folder}: {fault}: {_some(names)}")
 
 
 def _some(items: list[str], limit: int = 5) -> str:

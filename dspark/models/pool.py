@@ -52,9 +52,9 @@ class PagePool:
         """How many hold a page."""
         return self._holders[page]
 
-    def is_writable(self, page: int) -> bool:
-        """Whether one holder alone sees what is written to the page."""
-        return self._holders[page] == 1 and page not in self._key
+    def is_writable(self, page: int, readers: int = 0) -> bool:
+        """Whether one holder alone minds what is written to the page; ``readers`` of its holders do not."""
+        return self._holders[page] - readers == 1 and page not in self._key
 
     def allocate(self, n: int) -> list[int] | None:
         """Take ``n`` pages that nobody holds; None, and nothing taken, when there are fewer.
@@ -84,7 +84,7 @@ class PagePool:
             ValueError: a page is free, or is given twice; then none is held.
         """
         distinct = set(pages)
-        if len(distinct) != len(pages) or not all(self._is_alive(page) for page in distinct):
+        if len(distinct) != len(pages) or not all(self._is_held(page) or page in self._idle for page in distinct):
             raise ValueError(f"pages must be distinct, and taken from this pool or kept in it, got {list(pages)}")
         for page in pages:
             self._holders[page] += 1
@@ -129,6 +129,3 @@ class PagePool:
 
     def _is_held(self, page: int) -> bool:
         return 0 <= page < self.num_pages and self._holders[page] > 0
-
-    def _is_alive(self, page: int) -> bool:
-        return self._is_held(page) or page in self._idle

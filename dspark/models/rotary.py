@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dspark.models.config import ModelConfig
-
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+from dspark.models.config import ModelConfig, require
 
 
 def rope_frequencies(rope: Mapping[str, Any], dim: int) -> tuple[Tensor, float]:
@@ -24,21 +22,21 @@ def rope_frequencies(rope: Mapping[str, Any], dim: int) -> tuple[Tensor, float]:
     Raises:
         ValueError: an unknown ``rope_type``, or a parameter that the type needs is missing.
     """
-    rope_type = rope["rope_type"]
-    if rope_type not in ROPE_TYPES:
-        raise ValueError(f"unsupported rope_type {rope_type!r}; supported: {', '.join(ROPE_TYPES)}")
     # On the CPU even when a network is built on the meta device: this is no parameter that a checkpoint fills later.
     # Operations are in transformers' order: an ulp of a frequency is 1e-3 radians at position 16,000.
     exponent = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
     period = float(rope["rope_theta"]) ** exponent
     frequency = 1.0 / period
+    rope_type = rope["rope_type"]
+    if rope_type == "default":
+        return frequency, 1.0
     if rope_type == "linear":
         return frequency / _number(rope, "factor"), 1.0
     if rope_type == "llama3":
         return _llama3(rope, frequency), 1.0
     if rope_type == "yarn":
         return _yarn(rope, period, dim)
-    return frequency, 1.0
+    raise ValueError(f"unsupported rope_type {rope_type!r}; supported: default, linear, llama3, yarn")
 
 
 def _llama3(rope: Mapping[str, Any], frequency: Tensor) -> Tensor:
@@ -58,6 +56,9 @@ def _yarn(rope: Mapping[str, Any], period: Tensor, dim: int) -> tuple[Tensor, fl
     def dimension_of(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
+    def attention(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
     low, high = dimension_of(rope.get("beta_fast") or 32), dimension_of(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
@@ -69,23 +70,14 @@ def _yarn(rope: Mapping[str, Any], period: Tensor, dim: int) -> tuple[Tensor, fl
 
     scale = rope.get("attention_factor")
     if scale is None:
-        mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
-        if mscale and mscale_all_dim:
-            scale = _yarn_scale(factor, mscale) / _yarn_scale(factor, mscale_all_dim)
-        else:
-            scale = _yarn_scale(factor, 1.0)
+        mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+        scale = attention(mscale) / attention(all_dim) if mscale and all_dim else attention(1.0)
     return scaled, float(scale)
 
 
-def _yarn_scale(factor: float, mscale: float) -> float:
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
 def _number(rope: Mapping[str, Any], key: str) -> float:
-    value = rope.get(key)
-    if value is None:
-        raise ValueError(f"rope_type {rope['rope_type']!r} needs {key}")
-    return float(value)
+    require(rope.get(key) is not None, f"rope_type {rope['rope_type']!r} needs {key}")
+    return float(rope[key])
 
 
 class Rotary(nn.Module):

@@ -106,16 +106,11 @@ class Transformer(nn.Module):
     def forward(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, feature_layers: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor]:
-        """Run the decoder.
-
-        Args:
-            token_ids: ``[...]`` ids.
-            positions: ``[...]`` absolute positions.
-            attend: attention over whatever cache the caller keeps.
-            feature_layers: layers whose output is wanted, in this order; -1 is the embedding output.
+        """Run the decoder on ids ``[...]`` at absolute positions ``[...]``.
 
         Returns:
-            The normalised last hidden state ``[..., h]`` and the features ``[..., m*h]``.
+            The normalised last hidden state ``[..., h]``, and the features ``[..., m*h]``: outputs of
+            ``feature_layers``, before any norm and in this order; -1 is the embedding output.
         """
         x = self.embed_tokens(token_ids)
         cos, sin = self.rotary(positions, x.dtype)

@@ -11,7 +11,6 @@ from torch import Tensor
 from dspark.models import DSparkDrafter, PagedCache
 from dspark.models.cache import paged_attend
 from dspark.models.transformer import Attend
-from dspark.ops.draft.walk_inputs import build_walk_tables
 from dspark.ops.types import PagedKV, QueryBatch
 from tests.models.test_drafter import BLOCK, HIDDEN, LAYER_IDS, MODEL, Requests, new_network, propose
 
@@ -85,15 +84,3 @@ def test_drafting_after_a_commit_computes_the_block_and_nothing_of_the_context(d
     first.remove()
     assert rows == [2 * BLOCK]
     assert written_slots(before, requests.cache.layers) == set(batch.slots.tolist())
-
-
-def test_tables_change_nothing(drafter: DSparkDrafter) -> None:
-    requests = Requests(drafter, [9, 4])
-    expected, _ = propose(drafter, requests)
-    with_tables = DSparkDrafter(drafter.network, slots="anchor-first")
-    network = drafter.network
-    with_tables.tables = build_walk_tables(network.sequential_head(), network.confidence())
-    tokens, _ = propose(with_tables, requests)
-    assert torch.equal(tokens, expected)
-    with_tables.tables = build_walk_tables(None, network.confidence(), chunk=7)
-    assert torch.equal(propose(with_tables, requests)[0], expected)
