@@ -12,7 +12,7 @@ from dspark.models.draft_network import DSparkNetwork
 from dspark.ops.checks import check_shape
 from dspark.ops.draft.tree import draft_tree
 from dspark.ops.draft.walk import draft_walk
-from dspark.ops.draft.walk_inputs import WalkTables
+from dspark.ops.draft.walk_tables import WalkTables
 from dspark.ops.types import Draft, QueryBatch, Rule, Sampling, Stream, TreeDraft
 
 SlotConvention = Literal["anchor-first"]

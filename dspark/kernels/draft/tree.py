@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dspark.kernels.draft.walk import INFINITY, dot_rows, head_input, load_w2
+from dspark.kernels.draft.walk import dot_rows, load_rows
 from dspark.kernels.philox import gumbel
 from dspark.kernels.sample.rows import NEGATIVE_INFINITY, inverse_temperature, is_good, merge_sums
 
@@ -69,7 +69,7 @@ def tree_level_kernel(
     blocks = tl.cdiv(num_requests, REQUESTS) * parts
     w2 = None
     if HOLD:
-        w2 = load_w2(w2_ptr, stride_w2_row, offs_v, mask_v, 0, rank, BLOCK_K)
+        w2 = load_rows(w2_ptr, stride_w2_row, offs_v, mask_v, 0, rank, BLOCK_K)
     for block in range(tl.program_id(1), blocks, tl.num_programs(1)):
         owner = ((block // parts) * REQUESTS + tl.arange(0, REQUESTS)).to(tl.int64)  # [REQUESTS]
         row = tl.arange(0, BLOCK_R)
@@ -97,7 +97,7 @@ def tree_level_kernel(
             sampled = alive & (temperature > 0.0)
             scores *= inverse_temperature(temperature)[:, None]
         # A NaN fails every comparison; as +inf it wins the maximum and marks the row.
-        scores = tl.where(scores < INFINITY, scores, INFINITY)
+        scores = tl.where(scores < float("inf"), scores, float("inf"))
         if NOISE:
             num_sampled = tl.sum(sampled.to(tl.int32))
             if num_sampled > 0:
@@ -244,7 +244,7 @@ def tree_scores_kernel(
     mask_v = offs_v < vocab_size
     w2 = None
     if HOLD:
-        w2 = load_w2(w2_ptr, stride_w2_row, offs_v, mask_v, 0, rank, BLOCK_K)
+        w2 = load_rows(w2_ptr, stride_w2_row, offs_v, mask_v, 0, rank, BLOCK_K)
     for start in range(tl.program_id(1) * BLOCK_R, num_slots, tl.num_programs(1) * BLOCK_R):
         place = start + tl.arange(0, BLOCK_R)
         inside = place < num_slots
@@ -299,15 +299,13 @@ def _bias(
 ):  # fmt: skip
     """What the tokens ``[BLOCK_R]`` add to a tile of scores, ``[BLOCK_R, BLOCK_V]``; ``w2`` is its tile under HOLD."""
     if HOLD:
-        x = head_input(token, alive, token, 0, 0, rank, 0, w1_ptr, stride_w1_row, None, None, None, "markov", BLOCK_K)
+        x = load_rows(w1_ptr, stride_w1_row, token, alive & (token >= 0), 0, rank, BLOCK_K)
         return tl.trans(dot_rows(w2, x, DOT, UPCAST))
     else:
         bias = tl.zeros([BLOCK_V, BLOCK_R], tl.float32)
         for start in range(0, rank, BLOCK_K):
-            part = load_w2(w2_ptr, stride_w2_row, offs_v, mask_v, start, rank, BLOCK_K)
-            x = head_input(
-                token, alive, token, 0, 0, rank, start, w1_ptr, stride_w1_row, None, None, None, "markov", BLOCK_K
-            )  # fmt: skip
+            part = load_rows(w2_ptr, stride_w2_row, offs_v, mask_v, start, rank, BLOCK_K)
+            x = load_rows(w1_ptr, stride_w1_row, token, alive & (token >= 0), start, rank, BLOCK_K)
             bias += dot_rows(part, x, DOT, UPCAST)
         return tl.trans(bias)
 

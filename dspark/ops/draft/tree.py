@@ -9,10 +9,10 @@ from dspark.ops.backend import resolve
 from dspark.ops.checks import check_dtype, check_shape, check_workspace
 from dspark.ops.draft.tree_inputs import TreeInputs, check_tree_out, copy_tree_draft, empty_tree_draft, unsupported
 from dspark.ops.draft.tree_reference import draft_tree_reference
-from dspark.ops.draft.walk_checks import check_walk
+from dspark.ops.draft.walk_checks import check_block
 from dspark.ops.library import tree as library
 from dspark.ops.tree_checks import RULES_OF_TREES
-from dspark.ops.types import Backend, Rule, Sampling, SequentialHead, Stream, TreeDraft
+from dspark.ops.types import Backend, Rule, Sampling, SequentialHead, TreeDraft
 
 MAX_NODES = 256
 """Most nodes of a tree."""
@@ -95,7 +95,7 @@ def draft_tree(
     Computed in float32; the kernels differ from the reference in the order of sums alone. Graph-safe; a request's tree
     depends on its own inputs only. Launches of the kernels: ``3 G + 1``, and one more under ``"recursive"``.
     """
-    check_walk(base_logits, anchor, head, hidden, None, sampling, position, Stream.TARGET)
+    check_block(base_logits, anchor, head, hidden, sampling, position)
     _check(base_logits, rule, num_nodes, branching, budget, beam, acceptance)
     if out is not None:
         check_tree_out(out, base_logits, rule, num_nodes)

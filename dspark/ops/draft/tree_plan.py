@@ -7,8 +7,7 @@ from functools import cached_property, lru_cache
 
 from torch import Tensor
 
-from dspark.ops.draft.walk_inputs import head_rank
-from dspark.ops.draft.walk_plan import WalkConfig, dot_of, walk_config
+from dspark.ops.draft.walk_plan import WalkConfig, dot_of, head_rank, walk_config
 from dspark.ops.launch import padded, power_of_two
 from dspark.ops.types import Rule, SequentialHead
 

@@ -8,9 +8,19 @@ from torch import Tensor
 from dspark.ops.draft.tree_inputs import TreeInputs
 from dspark.ops.library.define import define
 from dspark.ops.library.rows import SAMPLING, flat
-from dspark.ops.library.walk import flat_head, head_of
-from dspark.ops.types import Backend, Rule, Sampling, Tree, TreeDraft
+from dspark.ops.types import (
+    Backend,
+    GatedHead,
+    MarkovHead,
+    RNNHead,
+    Rule,
+    Sampling,
+    SequentialHead,
+    Tree,
+    TreeDraft,
+)
 
+_HEADS = {"MarkovHead": MarkovHead, "GatedHead": GatedHead, "RNNHead": RNNHead}
 _SCHEMA = (
     f"(Tensor base_logits, Tensor anchor, str head_kind, Tensor[] head, Tensor? hidden, {SAMPLING}, Tensor position, "
     "str rule, int branching, Tensor? budget, int beam, Tensor? acceptance, Tensor(a!) out_tokens, "
@@ -22,6 +32,17 @@ _SCHEMA = (
 def draft_tree_op(inputs: TreeInputs, out: TreeDraft, workspace: Tensor | None, backend: Backend) -> None:
     """:func:`dspark.ops.draft_tree` as ``torch.ops.dspark.draft_tree``; ``num_nodes`` is the width of ``out``."""
     torch.ops.dspark.draft_tree(*flat_tree_inputs(inputs), *flat_tree(out.tree), out.logits, workspace, backend)
+
+
+def flat_head(head: SequentialHead | None) -> tuple[str, list[Tensor]]:
+    """Its kind and its fields in order."""
+    return ("none", []) if head is None else (type(head).__name__, list(head))
+
+
+def head_of(kind: str, tensors: list[Tensor]) -> SequentialHead | None:
+    """The head that was flattened."""
+    head: SequentialHead | None = None if kind == "none" else _HEADS[kind](*tensors)
+    return head
 
 
 def flat_tree(tree: Tree) -> list[Tensor]:
