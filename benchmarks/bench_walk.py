@@ -25,7 +25,7 @@ from dspark.ops import (
 )
 from dspark.ops.cost.walk import WalkCall, certified_cost, walk_cost
 from dspark.ops.draft.certified_reference import certified_steps
-from dspark.ops.draft.walk_inputs import WalkInputs
+from dspark.ops.draft.walk_reference import WalkInputs
 from dspark.ops.launch import recorded_launches
 
 ROTATING_BYTES = 2**28

@@ -14,7 +14,7 @@ from tests.decode.pairs import narrow_pair
 
 pytestmark = pytest.mark.triton
 
-MODULES = ["dspark.ops.accept", "dspark.ops.attention", "dspark.ops.draft.tree", "dspark.ops.draft.walk"]
+MODULES = ["dspark.ops.accept", "dspark.ops.attention", "dspark.ops.draft.tree"]
 """Where ops look their implementation up."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dspark.kernels.draft.walk import NO_KEY, packed, sigmoid
+from dspark.kernels.draft.walk import no_key, packed, sigmoid
 from dspark.kernels.draft.walk_block import dot_hidden
 from dspark.kernels.philox import gumbel_of, gumbel_of_fours
 from dspark.kernels.sample.rows import inverse_temperature, is_good
@@ -160,7 +160,7 @@ def walk_certify_kernel(
     for i in range(shape.draft_len):
         step = request * 0 + i
         place = request * shape.draft_len + step
-        key = tl.full([], NO_KEY(), tl.int64)
+        key = tl.full([], no_key(), tl.int64)
         token = tl.full([], -1, tl.int64)
         logit = tl.full([], float("-inf"), tl.float32)
         if proven:

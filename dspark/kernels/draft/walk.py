@@ -18,7 +18,7 @@ from dspark.kernels.sample.rows import inverse_temperature, is_good, plane
 
 
 @triton.constexpr_function
-def NO_KEY():
+def no_key():
     """Key of a step that nothing was drawn in: its score is -inf."""
     return -0x7F80000100000000
 
@@ -64,9 +64,7 @@ def walk_step_kernel(
             w2 = load_rows(head.w2, shape.w2_row, offs_v, offs_v < shape.vocab_size, 0, shape.rank, BLOCK_K)
         if ONE_BLOCK:
             bias = _head_bias(head, w2, x, previous, request, step, offs_v, shape, DOT, UPCAST, BLOCK_K)
-            _add_and_draw(
-                bias, base, previous, drawing, request, step, tile, num_requests, shape, RAW, STREAM, BLOCK_V
-            )
+            _add_and_draw(bias, base, previous, drawing, request, step, tile, num_requests, shape, RAW, STREAM, BLOCK_V)
         else:
             for first in range(tl.program_id(1) * BLOCK_R, num_requests, tl.num_programs(1) * BLOCK_R):
                 request = (first + tl.arange(0, BLOCK_R)).to(tl.int64)
@@ -123,7 +121,7 @@ def previous_row(block, request, step, num_requests, shape):
     at = request * 0 + step
     starts = inside & (at == 0)
     anchor = tl.load(block.anchor + request, mask=starts, other=-1)
-    key = tl.load(block.keys + request * shape.draft_len + step - 1, mask=inside & (at > 0), other=NO_KEY())
+    key = tl.load(block.keys + request * shape.draft_len + step - 1, mask=inside & (at > 0), other=no_key())
     best, token = unpacked(key)
     drawn = is_good(best)
     begins = starts & (anchor >= 0) & (anchor < shape.num_anchors)
@@ -169,7 +167,7 @@ def head_input(head, previous, request, step, start, shape, BLOCK_K: tl.constexp
 def _head_bias(
     head, w2, x, previous, request, step, offs_v, shape, DOT: tl.constexpr, UPCAST: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """The bias ``[BLOCK_V, BLOCK_R]`` of a tile: the product of ``w2`` and ``x``, or where they are not held of parts."""
+    """The bias ``[BLOCK_V, BLOCK_R]`` of a tile: ``w2`` times ``x``, or a sum of parts where they are not held (None)."""
     if x is not None:
         return dot_rows(w2, x, DOT, UPCAST)
     else:
@@ -309,10 +307,8 @@ def draw(
     best, column = tl.max(scores, axis=1, return_indices=True, return_indices_tie_break_left=True)
     if drawing.resume is not None:
         alive = alive & (tl.load(drawing.resume + request, mask=inside, other=0) <= step)
-    tl.atomic_max(
-        drawing.block.keys + request * shape.draft_len + step, packed(best, tile * BLOCK_V + column), mask=inside & alive,
-        sem="relaxed",
-    )  # fmt: skip
+    key = packed(best, tile * BLOCK_V + column)
+    tl.atomic_max(drawing.block.keys + request * shape.draft_len + step, key, mask=inside & alive, sem="relaxed")
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dspark.kernels.draft.walk import NO_KEY, dot_rows, load_rows, previous_row, sigmoid, unpacked
+from dspark.kernels.draft.walk import no_key, dot_rows, load_rows, previous_row, sigmoid, unpacked
 from dspark.kernels.sample.rows import is_good, load_plane, plane
 
 
@@ -35,7 +35,7 @@ def walk_begin_kernel(
     row = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
     inside = row < num_rows
     if tl.program_id(1) == 0:
-        tl.store(keys + row, tl.full([BLOCK_R], NO_KEY(), tl.int64), mask=inside)
+        tl.store(keys + row, tl.full([BLOCK_R], no_key(), tl.int64), mask=inside)
     if weight is not None:
         offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_n = offs_n < shape.num_outputs
@@ -76,9 +76,9 @@ def walk_state_kernel(
 ) -> None:
     """A gated or recurrent head up to the product with W2, for one step.
 
-    Of a recurrent head, with ``g, c, o`` the three parts of ``W [s; W1[x]; h] + b``: ``s' = σ(g) s + (1 - σ(g)) tanh(c)``
-    and W2 is applied to ``tanh(o)`` (eq. 6); of a gated one it is applied to ``σ(g) W1[x]``. Grid: (blocks of requests,
-    blocks of units of the state).
+    With ``g, c, o`` the three parts of a recurrent head's ``W [s; W1[x]; h] + b``, the state becomes
+    ``σ(g) s + (1 - σ(g)) tanh(c)`` and W2 is applied to ``tanh(o)`` (eq. 6); of a gated head W2 is applied to
+    ``σ(g) W1[x]``. Grid: (blocks of requests, blocks of units of the state).
     """
     GATES: tl.constexpr = 3 if RECURRENT else 1
     step = step.to(tl.int64)
@@ -175,7 +175,7 @@ def walk_finish_kernel(
     step = tl.program_id(0) % shape.draft_len
     place = tl.program_id(0)
     offs_g = tl.arange(0, BLOCK_G)
-    key = tl.load(block.keys + request * shape.draft_len + offs_g, mask=offs_g <= step, other=NO_KEY())
+    key = tl.load(block.keys + request * shape.draft_len + offs_g, mask=offs_g <= step, other=no_key())
     best, token = unpacked(key)
     anchor = tl.load(block.anchor + request)
     begins = (anchor >= 0) & (anchor < shape.num_anchors)

@@ -12,7 +12,7 @@ from torch import Tensor
 from dspark.ops.draft.certified_reference import slack_of
 from dspark.ops.draft.certified_table import BiasTable
 from dspark.ops.draft.walk_launch import Noise, confidence_of, memory_of, run_steps
-from dspark.ops.draft.walk_plan import WalkConfig, WalkPlan, plan_walk
+from dspark.ops.draft.walk_plan import WalkConfig, WalkPlan, plan_walk, two_strides
 from dspark.ops.draft.walk_plan import workspace_bytes as walk_workspace_bytes
 from dspark.ops.draft.walk_reference import WalkInputs
 from dspark.ops.launch import Kernel, padded, power_of_two
@@ -119,9 +119,9 @@ def plan(sizes: dict[str, int], *values: Any, config: CandidateConfig = SHIPPED)
     requests, draft_len, vocab_size = base.shape
     rows, tiles = requests * draft_len, -(-vocab_size // config.block_vocab)
     confidence, hidden = inputs.confidence_head, inputs.of_confidence
-    w1, hidden_size, hidden_strides = None, 0, (0, 0)
-    if confidence is not None and hidden is not None and not fallback:
-        w1, hidden_size, hidden_strides = confidence.w1, hidden.shape[2], hidden.stride()[:2]
+    if fallback or confidence is None:  # the exact walk computes it
+        confidence = hidden = None
+    w1, hidden_size = None if confidence is None else confidence.w1, 0 if hidden is None else hidden.shape[2]
     stream, rank = int(inputs.stream), head.w1.shape[1]
     candidates = Kernel(
         walk_candidates_kernel,
@@ -138,7 +138,7 @@ def plan(sizes: dict[str, int], *values: Any, config: CandidateConfig = SHIPPED)
         walk_select_kernel,
         (rows,),
         base.device,
-        shape=SelectShape(draft_len, hidden_size, *hidden_strides, tiles * config.per_tile, tiles, top_k),
+        shape=SelectShape(draft_len, hidden_size, *two_strides(hidden), tiles * config.per_tile, tiles, top_k),
         BLOCK_C=power_of_two(tiles * config.per_tile),
         TILES=power_of_two(tiles),
         TOP_K=power_of_two(top_k),

@@ -61,7 +61,7 @@ class Stats(NamedTuple):
     """Statistics of the tiles, planes of float32 ``[R, G, num_tiles]``; None where nobody asks for what they make.
 
     Attributes:
-        margin: the largest logit before temperature and truncation, the second, and the sum of ``exp(logit - largest)``.
+        margin: the largest logit before temperature and truncation, the second, the sum of ``exp(logit - largest)``.
         lse: the largest score that is sampled from, and the sum of ``exp(score - largest)``.
     """
 
@@ -143,9 +143,7 @@ def memory_of(plan: WalkPlan, regions: Sequence[Tensor]) -> Memory:
     return memory._replace(keys=memory.keys.view(torch.int64))
 
 
-def run_steps(
-    plan: WalkPlan, inputs: WalkInputs, draft: Draft, memory: Memory, resume: Tensor | None = None
-) -> None:
+def run_steps(plan: WalkPlan, inputs: WalkInputs, draft: Draft, memory: Memory, resume: Tensor | None = None) -> None:
     """Launch what follows once the keys are there; ``resume`` is the first step ``[R]`` that is to be drawn."""
     base, head, tables, sampling = inputs.base_logits, inputs.head, inputs.tables, inputs.sampling
     vocabulary = None

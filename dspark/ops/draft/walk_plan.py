@@ -213,7 +213,7 @@ def plan_walk(inputs: WalkInputs, draft: Draft, config: WalkConfig | None = None
     config, device, upcast = cut.config, base.device, base.device.type == "cpu"
     requests, draft_len, rank = cut.requests, cut.draft_len, cut.rank
     rows, row_blocks = requests * draft_len, -(-requests // config.block_rows)
-    scores_request, scores_step = (0, 0) if draft.logits is None else draft.logits.stride()[:2]
+    scores_request, scores_step = two_strides(draft.logits)
     plane = cut.plane if inputs.return_margin or inputs.return_lse else 0
     memory = cut.memory(inputs.return_margin, inputs.return_lse)
 
@@ -308,10 +308,8 @@ def plan_walk(inputs: WalkInputs, draft: Draft, config: WalkConfig | None = None
 
     confidence, seen = inputs.confidence_head, inputs.of_confidence
     w1 = None if confidence is None else confidence.w1
-    if seen is None or confidence is None:
-        hidden_size, hidden_strides = 0, (0, 0)
-    else:
-        hidden_size, hidden_strides = seen.shape[2], seen.stride()[:2]
+    seen = None if confidence is None else seen
+    hidden_size = 0 if seen is None else seen.shape[2]
     read = w1 is not None and (tables is None or tables.confidence is None)
     finish = Kernel(
         walk_finish_kernel,
@@ -324,7 +322,7 @@ def plan_walk(inputs: WalkInputs, draft: Draft, config: WalkConfig | None = None
             cut.num_tiles,
             hidden_size,
             0 if w1 is None else w1.shape[1],
-            *hidden_strides,
+            *two_strides(seen),
             w1.stride(0) if w1 is not None and read else 0,
             scores_request,
             scores_step,
@@ -338,6 +336,11 @@ def plan_walk(inputs: WalkInputs, draft: Draft, config: WalkConfig | None = None
         num_warps=4,
     )
     return WalkPlan(list(memory), list(memory.values()), draft_len, begin, state, step, draw, finish)
+
+
+def two_strides(tensor: Tensor | None) -> tuple[int, int]:
+    """Elements between requests and between steps, 0 where there is nothing."""
+    return (0, 0) if tensor is None else (tensor.stride(0), tensor.stride(1))
 
 
 def state_weight(head: GatedHead | RNNHead) -> Tensor:

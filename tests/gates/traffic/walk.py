@@ -10,7 +10,7 @@ from dspark.ops.cost.walk import WalkCall, certified_cost, walk_cost
 from dspark.ops.draft.certified import draft_walk_certified
 from dspark.ops.draft.certified_table import build_bias_table
 from dspark.ops.draft.walk import draft_walk
-from dspark.ops.draft.walk_inputs import build_walk_tables
+from dspark.ops.draft.walk_tables import build_walk_tables
 from dspark.ops.types import (
     ConfidenceHead,
     GatedHead,

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dspark.ops.draft import sequential_step
 from dspark.ops.draft.tree_inputs import TreeInputs, empty_tree_draft
 from dspark.ops.draft.tree_launch import draft_tree_triton
 from dspark.ops.draft.tree_reference import draft_tree_reference
-from dspark.ops.draft.walk import sequential_step
 from dspark.ops.draft.walk_plan import WalkConfig
 from dspark.ops.philox import gumbel
 from dspark.ops.sample import transform

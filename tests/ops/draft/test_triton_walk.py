@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dspark.ops.draft import build_walk_tables, draft_walk_workspace
-from dspark.ops.draft import walk_plan
+from dspark.ops.draft import build_walk_tables, draft_walk_workspace, walk_plan
 from dspark.ops.draft.walk_plan import WalkConfig, walk_config
 from dspark.ops.launch import recorded_launches
 from dspark.ops.op import OPS
@@ -337,21 +335,6 @@ def test_configurations() -> None:
             config = walk_config(32_000, rank, dot)
             assert config.block_rank >= 16
             assert not config.hold or config.block_rank >= rank
-
-
-LAYOUTS: dict[str, Callable[[Case], dict[str, Any]]] = {
-    "base_logits": lambda c: {"base_logits": c.base_logits.transpose(1, 2).contiguous().transpose(1, 2)},
-    "head.w2": lambda c: {"head": c.head._replace(w2=c.head.w2.T.contiguous().T)},  # type: ignore[union-attr,type-var]
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts_that_the_kernels_cannot_read_are_refused(name: str) -> None:
-    case = small()
-    with pytest.raises(ValueError, match=f"{name}: the kernels need a contiguous last axis"):
-        case.walk(**LAYOUTS[name](case), backend="triton")
-    with pytest.raises(ValueError, match="position: expected device cpu, got meta"):
-        case.walk(position=case.position.to("meta"), backend="triton")
 
 
 def test_a_wrong_token_is_not_taken_for_a_tie() -> None:
