@@ -10,7 +10,7 @@ import triton.language as tl
 
 from dspark.kernels.draft.walk import no_key, packed, sigmoid
 from dspark.kernels.draft.walk_block import dot_hidden
-from dspark.kernels.philox import gumbel_of, gumbel_of_fours
+from dspark.kernels.philox import gumbel_of, gumbel_of_fours, stream
 from dspark.kernels.sample.rows import inverse_temperature, is_good
 
 
@@ -50,7 +50,7 @@ def walk_candidates_kernel(
             anchor_at = tl.zeros([1], tl.int64) + tl.load(noise.position + request)
             seed = tl.zeros([1], tl.int64) + tl.load(noise.seed + request)
             salt = anchor_at * 0
-            if STREAM == 1:  # DRAFT: the noise also carries the anchor's position
+            if stream("draft") == STREAM:  # its noise also carries the anchor's position
                 salt = anchor_at
             four = tl.arange(0, BLOCK_V // 4)
             block = (tile + shape.num_tiles * (four // (GROUP // 4))) * (GROUP // 4) + four % (GROUP // 4)
@@ -195,7 +195,7 @@ def walk_certify_kernel(
             if noise is not None:  # noqa: SIM102  (the other condition is a tensor)
                 if own_temperature > 0.0:
                     salt = anchor_at * 0
-                    if STREAM == 1:  # DRAFT: the noise also carries the anchor's position
+                    if stream("draft") == STREAM:  # its noise also carries the anchor's position
                         salt = anchor_at
                     gumbel = gumbel_of(seed, anchor_at + step + 1, salt, second_token[None, :], STREAM)
                     second += tl.sum(gumbel, axis=0)  # of one row

@@ -13,8 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dspark.kernels.philox import gumbel, gumbel_of
-from dspark.kernels.sample.rows import inverse_temperature, is_good, plane
+from dspark.kernels.philox import gumbel, gumbel_of, stream
+from dspark.kernels.sample.rows import inverse_temperature, is_good, plane_at
 
 
 @triton.constexpr_function
@@ -167,7 +167,7 @@ def head_input(head, previous, request, step, start, shape, BLOCK_K: tl.constexp
 def _head_bias(
     head, w2, x, previous, request, step, offs_v, shape, DOT: tl.constexpr, UPCAST: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """The bias ``[BLOCK_V, BLOCK_R]`` of a tile: ``w2`` times ``x``, or a sum of parts where they are not held (None)."""
+    """The bias ``[BLOCK_V, BLOCK_R]`` of a tile: ``w2`` times ``x``, or where they are not held (None) of parts."""
     if x is not None:
         return dot_rows(w2, x, DOT, UPCAST)
     else:
@@ -283,20 +283,20 @@ def draw(
         logits = tl.where(logits < float("inf"), logits, float("inf"))
         first, column = tl.max(logits, axis=1, return_indices=True, return_indices_tie_break_left=True)
         others = tl.where(tl.arange(0, BLOCK_V)[None, :] == column[:, None], float("-inf"), logits)
-        tl.store(plane(drawing.stats.margin, 0, shape.plane) + at, first, mask=inside)
-        tl.store(plane(drawing.stats.margin, 1, shape.plane) + at, tl.max(others, axis=1), mask=inside)
-        tl.store(plane(drawing.stats.margin, 2, shape.plane) + at, _sum_of_exp(logits, first), mask=inside)
+        tl.store(plane_at(drawing.stats.margin, 0, shape.plane) + at, first, mask=inside)
+        tl.store(plane_at(drawing.stats.margin, 1, shape.plane) + at, tl.max(others, axis=1), mask=inside)
+        tl.store(plane_at(drawing.stats.margin, 2, shape.plane) + at, _sum_of_exp(logits, first), mask=inside)
     if drawing.stats.lse is not None:
         first = tl.max(scores, axis=1)
-        tl.store(plane(drawing.stats.lse, 0, shape.plane) + at, first, mask=inside)
-        tl.store(plane(drawing.stats.lse, 1, shape.plane) + at, _sum_of_exp(scores, first), mask=inside)
+        tl.store(plane_at(drawing.stats.lse, 0, shape.plane) + at, first, mask=inside)
+        tl.store(plane_at(drawing.stats.lse, 1, shape.plane) + at, _sum_of_exp(scores, first), mask=inside)
     if drawing.noise is not None:
         may_win = sampled & (tl.max(scores, axis=1) > float("-inf"))
         if tl.sum(may_win.to(tl.int32)) > 0:
             seed = tl.load(drawing.noise.seed + request, mask=inside, other=0)
             anchor_at = tl.load(drawing.noise.position + request, mask=inside, other=0)
             salt = anchor_at * 0
-            if STREAM == 1:  # DRAFT: the noise also carries the anchor's position
+            if stream("draft") == STREAM:  # its noise also carries the anchor's position
                 salt = anchor_at
             if drawing.block.vocabulary is None:
                 noise = gumbel(seed, anchor_at + step + 1, salt, tile * BLOCK_V, STREAM, BLOCK_V)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dspark.kernels.draft.walk import no_key, dot_rows, load_rows, previous_row, sigmoid, unpacked
-from dspark.kernels.sample.rows import is_good, load_plane, plane
+from dspark.kernels.draft.walk import dot_rows, load_rows, no_key, previous_row, sigmoid, unpacked
+from dspark.kernels.sample.rows import is_good, load_plane, plane_at
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -208,9 +208,9 @@ def walk_finish_kernel(
     at = tl.zeros([1], tl.int64) + place
     here = at >= 0
     if stats.margin is not None:
-        first = load_plane(plane(stats.margin, 0, shape.plane), at, here, float("-inf"), shape.num_tiles, TILES)
-        second = load_plane(plane(stats.margin, 1, shape.plane), at, here, float("-inf"), shape.num_tiles, TILES)
-        total = load_plane(plane(stats.margin, 2, shape.plane), at, here, 0.0, shape.num_tiles, TILES)
+        first = load_plane(plane_at(stats.margin, 0, shape.plane), at, here, float("-inf"), shape.num_tiles, TILES)
+        second = load_plane(plane_at(stats.margin, 1, shape.plane), at, here, float("-inf"), shape.num_tiles, TILES)
+        total = load_plane(plane_at(stats.margin, 2, shape.plane), at, here, 0.0, shape.num_tiles, TILES)
         top, column = tl.max(first, axis=1, return_indices=True, return_indices_tie_break_left=True)
         others = tl.where(tl.arange(0, TILES)[None, :] == column[:, None], second, first)
         reference = tl.where(is_good(top), top, 0.0)
@@ -218,8 +218,8 @@ def walk_finish_kernel(
         mass = _merged(first, total, reference)
         tl.store(draft.margin + at, tl.where(alive, gap / tl.where(mass > 0.0, mass, 1.0), 0.0))
     if stats.lse is not None:
-        first = load_plane(plane(stats.lse, 0, shape.plane), at, here, float("-inf"), shape.num_tiles, TILES)
-        total = load_plane(plane(stats.lse, 1, shape.plane), at, here, 0.0, shape.num_tiles, TILES)
+        first = load_plane(plane_at(stats.lse, 0, shape.plane), at, here, float("-inf"), shape.num_tiles, TILES)
+        total = load_plane(plane_at(stats.lse, 1, shape.plane), at, here, 0.0, shape.num_tiles, TILES)
         top = tl.max(first, axis=1)
         reference = tl.where(is_good(top), top, 0.0)
         mass = _merged(first, total, reference)

@@ -12,8 +12,7 @@ from dspark.ops.draft.walk_plan import WalkPlan, state_weight
 from dspark.ops.draft.walk_reference import WalkInputs
 from dspark.ops.draft.walk_tables import hidden_columns
 from dspark.ops.launch import padded
-from dspark.ops.sample.launch import truncate_triton
-from dspark.ops.sample.statistics_launch import Rows
+from dspark.ops.sample.launch import run_truncate
 from dspark.ops.types import Draft, GatedHead, MarkovHead, RNNHead
 
 
@@ -110,7 +109,7 @@ class Memory(NamedTuple):
         margin, lse: see :class:`Stats`.
         raw: logits of a step, before they are truncated.
         threshold: the least score that is kept.
-        truncation: of the search for it.
+        planes: of the search for it.
     """
 
     keys: Tensor
@@ -121,7 +120,7 @@ class Memory(NamedTuple):
     lse: Tensor | None = None
     raw: Tensor | None = None
     threshold: Tensor | None = None
-    truncation: Tensor | None = None
+    planes: Tensor | None = None
 
 
 def run(plan: WalkPlan, regions: Sequence[Tensor], *values: Any) -> None:
@@ -170,20 +169,21 @@ def run_steps(plan: WalkPlan, inputs: WalkInputs, draft: Draft, memory: Memory, 
     if memory.states is not None:
         before, after = memory.states.view(2, -1).unbind()
     weight = state_weight(head) if isinstance(head, GatedHead | RNNHead) and plan.state is not None else None
-    raw = threshold = cut = None
-    if memory.raw is not None and memory.threshold is not None and memory.truncation is not None:
+    raw = None
+    if memory.raw is not None:
         requests, _, vocab_size = base.shape
         raw = memory.raw.as_strided((requests, vocab_size), (padded(vocab_size), 1))
-        threshold, cut = memory.threshold[:requests], memory.truncation.view(torch.uint8)
 
     for step in range(plan.draft_len):
         if plan.state is not None and head is not None:
             plan.state(block, head.w1, weight, memory.projected, table, before, after, memory.given, step)
             before, after = after, before
         plan.step(base, of_step, stepping, step)
-        if plan.draw is not None and raw is not None and threshold is not None:
-            truncate_triton(Rows(raw, sampling, None), threshold, cut)
-            plan.draw(raw, threshold, drawing, step)
+        if plan.truncation is not None and plan.draw is not None and raw is not None:
+            assert memory.planes is not None
+            assert memory.threshold is not None
+            run_truncate(plan.truncation, (memory.planes,), raw, sampling, None, memory.threshold)
+            plan.draw(raw, memory.threshold, drawing, step)
 
     plan.finish(block, draft, confidence_of(inputs), sampling.temperature, stats)
 

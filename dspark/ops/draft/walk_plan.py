@@ -17,7 +17,8 @@ from torch import Tensor
 from dspark.ops.draft.walk_reference import WalkInputs
 from dspark.ops.draft.walk_tables import hidden_columns, token_columns
 from dspark.ops.launch import Kernel, padded, power_of_two
-from dspark.ops.sample.launch import workspace_bytes as truncate_workspace
+from dspark.ops.sample.launch import TruncatePlan, plan_truncate
+from dspark.ops.sample.statistics_launch import statistics_sizes
 from dspark.ops.types import Draft, GatedHead, MarkovHead, RNNHead, Sampling, SequentialHead
 
 PROGRAMS = 264
@@ -129,6 +130,7 @@ class WalkPlan:
     begin: Kernel
     state: Kernel | None
     step: Kernel
+    truncation: TruncatePlan | None
     draw: Kernel | None
     finish: Kernel
 
@@ -168,7 +170,7 @@ class _Cut:
         if self.truncated:
             found["raw"] = padded(self.requests * padded(self.vocab_size))
             found["threshold"] = padded(self.requests)
-            found["truncation"] = truncate_workspace(self.requests, self.vocab_size) // 4
+            found["planes"] = statistics_sizes(self.requests, self.vocab_size)[0]
         return {name: size for name, size in found.items() if size}
 
 
@@ -179,9 +181,8 @@ def _cut(
     given = isinstance(head, RNNHead) or (isinstance(head, GatedHead) and table is None)
     gates = 3 if isinstance(head, RNNHead) else 1 if isinstance(head, GatedHead) else 0
     rank = head_rank(head)
-    truncated = sampling.any_truncation and not sampling.all_greedy
     config = config or walk_config(vocab_size, rank, _dot_of_w2(head))
-    return _Cut(requests, draft_len, vocab_size, rank, gates, given, truncated, config)
+    return _Cut(requests, draft_len, vocab_size, rank, gates, given, sampling.truncates, config)
 
 
 def workspace_bytes(
@@ -290,16 +291,17 @@ def plan_walk(inputs: WalkInputs, draft: Draft, config: WalkConfig | None = None
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    draw = None
+    truncation = draw = None
     if cut.truncated:
+        row = padded(cut.vocab_size)
+        raw = torch.empty_strided((requests, cut.vocab_size), (row, 1), dtype=torch.float32, device=device)
+        truncation = plan_truncate({"T": requests}, raw, inputs.sampling, None, raw)
         draw = Kernel(
             walk_draw_kernel,
             (cut.num_tiles, row_blocks),
             device,
             num_requests=requests,
-            shape=of_step._replace(
-                base_request=padded(cut.vocab_size), scores_request=scores_request, scores_step=scores_step
-            ),
+            shape=of_step._replace(base_request=row, scores_request=scores_request, scores_step=scores_step),
             STREAM=int(inputs.stream),
             BLOCK_R=config.block_rows,
             BLOCK_V=config.block_vocab,
@@ -335,7 +337,7 @@ def plan_walk(inputs: WalkInputs, draft: Draft, config: WalkConfig | None = None
         BLOCK_V=1024,
         num_warps=4,
     )
-    return WalkPlan(list(memory), list(memory.values()), draft_len, begin, state, step, draw, finish)
+    return WalkPlan(list(memory), list(memory.values()), draft_len, begin, state, step, truncation, draw, finish)
 
 
 def two_strides(tensor: Tensor | None) -> tuple[int, int]:
