@@ -10,9 +10,7 @@ from torch import Tensor
 from dspark.models.cache import PagedCache, append_layers, paged_attend
 from dspark.models.draft_network import DSparkNetwork
 from dspark.ops.checks import check_shape
-from dspark.ops.draft.tree import draft_tree
-from dspark.ops.draft.walk import draft_walk
-from dspark.ops.draft.walk_inputs import WalkTables
+from dspark.ops.draft import WalkTables, draft_tree, draft_walk
 from dspark.ops.types import Draft, QueryBatch, Rule, Sampling, Stream, TreeDraft
 
 SlotConvention = Literal["anchor-first"]

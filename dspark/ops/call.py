@@ -313,8 +313,8 @@ def _check_rank(name: str, spec: TensorArg, value: Tensor, rank: int) -> None:
 
 def _check_dims(name: str, dims: Sequence[str], tensor: Tensor, sizes: Mapping[str, int]) -> None:
     for dim, size in zip(dims, tensor.shape, strict=True):
-        if any(letter not in sizes for _, letter in _TERM.findall(dim) if letter):
-            continue  # one of an argument that is missing, which the op's own check names
+        if any(letter and letter not in sizes for _, letter in _TERM.findall(dim)):
+            continue  # of an optional tensor that is not there; whether it may be missing is for ``also`` to say
         expected = size_of(dim, sizes)
         if size != expected:
             known = "" if dim.isdecimal() else f" with {dim} = {expected}"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from torch import Tensor
 
 from dspark.ops.call import FLOAT8, FLOATS, GroupArg, ScalarArg, TensorArg
-from dspark.ops.types import PagedKV, Rows, Sampling, Tree
+from dspark.ops.types import GatedHead, MarkovHead, PagedKV, RNNHead, Rows, Sampling, SequentialHead, Tree
 
 CACHE_DTYPES = (*FLOATS, FLOAT8)
 
@@ -33,6 +36,19 @@ ROWS = GroupArg(
         }
     }
 )
+
+_MARKOV = {"w1": TensorArg("V1 r", FLOATS, layout="rows"), "w2": TensorArg("V r", FLOATS, layout="rows")}
+_GATED = {
+    "gate_weight": TensorArg("r h+r", FLOATS, layout="rows"),
+    "gate_bias": TensorArg("r", FLOATS, layout="dense"),
+}
+_RNN = {
+    "joint_weight": TensorArg("3r 2r+h", FLOATS, layout="rows"),
+    "joint_bias": TensorArg("3r", FLOATS, layout="dense"),
+}
+MARKOV_HEAD = GroupArg({MarkovHead: _MARKOV})
+HEAD = GroupArg({MarkovHead: _MARKOV, GatedHead: _MARKOV | _GATED, RNNHead: _MARKOV | _RNN}, optional=True)
+"""``V1`` is the number of W1's rows: ``V`` where the drafter's vocabulary is the target's."""
 
 
 def pages(shape: str = "P S Hkv D", *, written: bool = False) -> GroupArg:
@@ -77,3 +93,15 @@ def check_ancestors(tree: Tree) -> None:
     if shape[2:] != ([] if words == 1 else [words]):
         expected = '"R N"' if words == 1 else f'"R N W" with W = {words}'
         raise ValueError(f"tree.ancestors: expected shape {expected}, got {shape}")
+
+
+def check_head(sizes: Mapping[str, int], head: SequentialHead | None, hidden: Tensor | None, rows: int) -> None:
+    """Check that W1 has so many rows, and that a head which reads hidden states has them.
+
+    Raises:
+        ValueError: it is not so.
+    """
+    if head is not None and sizes["V1"] != rows:
+        raise ValueError(f'head.w1: expected shape "V1 r" with V1 = {rows}, got {list(head.w1.shape)}')
+    if isinstance(head, GatedHead | RNNHead) and hidden is None:
+        raise ValueError(f'hidden: {type(head).__name__} needs the block\'s hidden states "R G h", got None')

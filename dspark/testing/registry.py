@@ -147,9 +147,9 @@ def entry_of_launch(
 
 
 _UNSPECIALISED = (
-    "num_rows", "num_slots", "num_requests", "num_lines", "slot", "nodes", "children", "max_rows", "num_columns",
-    "num_chunks", "stride_table_row", "level", "first", "held", "first_row", "scored", "kept", "next_nodes",
-    "num_places",
+    "num_rows", "num_slots", "num_requests", "num_lines", "slot", "step", "nodes", "children", "max_rows",
+    "num_columns", "num_chunks", "stride_table_row", "level", "first", "held", "first_row", "scored", "kept",
+    "next_nodes", "num_places",
 )  # fmt: skip
 """Arguments that change from call to call: the kernels ask Triton not to make a variant for each kind of value."""
 

@@ -14,7 +14,7 @@ from tests.decode.pairs import narrow_pair
 
 pytestmark = pytest.mark.triton
 
-MODULES = ["dspark.ops.accept", "dspark.ops.attention", "dspark.ops.draft.walk"]
+MODULES = ["dspark.ops.accept", "dspark.ops.attention"]
 """Where ops look their implementation up."""
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from dspark.models import DSparkDrafter, PagedCache
 from dspark.models.cache import paged_attend
 from dspark.models.transformer import Attend
-from dspark.ops.draft.walk_inputs import build_walk_tables
+from dspark.ops.draft.walk_tables import build_walk_tables
 from dspark.ops.types import PagedKV, QueryBatch
 from tests.models.test_drafter import BLOCK, HIDDEN, LAYER_IDS, MODEL, Requests, new_network, propose
 

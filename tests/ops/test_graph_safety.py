@@ -9,19 +9,16 @@ import pytest
 import torch
 
 from dspark.ops import (
-    ConfidenceHead,
     DenseQ,
     MarkovHead,
     PagedKV,
     PointMass,
     SparseQ,
-    Stream,
     accept,
     append_kv,
     commit_kv,
     copy_pages,
     draft_tree,
-    draft_walk,
     rope_append_kv,
     sample,
     truncate,
@@ -88,21 +85,6 @@ def run_process(backend: str) -> None:
         processors=processors,
         max_query_len=NODES,
         backend=backend,  # type: ignore[arg-type]
-    )
-
-
-def run_walk() -> None:
-    w1, w2 = torch.randn(VOCAB, 4), torch.randn(VOCAB, 4)
-    draft_walk(
-        torch.randn(REQUESTS, 2, VOCAB),
-        ANCHOR,
-        head=MarkovHead(w1, w2),
-        hidden=torch.randn(REQUESTS, 2, 6),
-        confidence_head=ConfidenceHead(torch.randn(10), torch.zeros(()), w1),
-        sampling=SAMPLING,
-        position=POSITION,
-        stream=Stream.DRAFT,
-        return_logits=True,
     )
 
 
@@ -179,11 +161,10 @@ def test_sample_truncate_and_process(backend: Any) -> None:
         run_process(backend)
 
 
-def test_walk_and_counts() -> None:
+def test_counts() -> None:
     counts = torch.zeros(REQUESTS, VOCAB, dtype=torch.int32)
     tokens, num = torch.full((REQUESTS, 2), -1), torch.zeros(REQUESTS, dtype=torch.int64)
     with forbid_sync():
-        run_walk()
         count_tokens(counts, tokens, num)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dspark.kernels.philox import uniform
-from dspark.kernels.sample.rows import (
+from dspark.kernels.accept.rows import (
     ARGMAX,
     BEST,
     BEST_TOKEN,
@@ -15,7 +14,6 @@ from dspark.kernels.sample.rows import (
     RAW_MAX,
     RAW_SUM,
     SUB_SUM,
-    depth_of,
     first_beyond,
     inverse_temperature,
     is_good,
@@ -32,58 +30,6 @@ BAD_LOGITS = tl.constexpr(1)
 """``Status.BAD_LOGITS``."""
 RESIDUAL = tl.constexpr(3)
 """``Stream.RESIDUAL``."""
-
-
-@triton.jit(do_not_specialize=["num_slots", "num_rows", "nodes"])
-def sample_kernel(
-    logits_ptr,  # [num_rows, vocab_size]; the logits and what follows down to sampling are read under "inverse_cdf"
-    stride_logits_row,
-    query_start_ptr,  # [requests + 1] int64, or null: a slot is a row
-    seed_ptr,  # [requests] int64
-    position_ptr,  # [requests] int64
-    depth_ptr,  # [slots] int64 of a tree's nodes, or null
-    threshold_ptr,  # [slots] float32, or null: nothing is truncated
-    request_ptr,  # [slots] int64, or null: slot // nodes
-    temperature_ptr,  # [requests] float32
-    stats_ptr,  # planes of rows.py, from row_statistics_kernel
-    stride_plane,
-    token_ptr,  # [slots] int64, written
-    num_slots,
-    num_rows,
-    vocab_size,
-    num_tiles,
-    nodes,  # slots of a request
-    METHOD: tl.constexpr,  # "greedy"; sampled rows by "gumbel" (the best perturbed score) or by "inverse_cdf"
-    TILES: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    """One token per row; -1 where the row is bad or absent."""
-    slot = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    inside = slot < num_slots
-    if query_start_ptr is not None:
-        row, request, node, left = locate(slot, num_slots, num_rows, query_start_ptr, nodes)
-        exists = left > 0
-    else:
-        request = slot.to(tl.int64)
-        if request_ptr is not None:
-            request = tl.load(request_ptr + slot, mask=inside, other=-1)
-        exists = inside & (request >= 0)
-    temperature = tl.load(temperature_ptr + request, mask=exists, other=0.0)
-    token = drawn_tokens(
-        slot, exists, temperature > 0.0, stats_ptr, stride_plane, num_tiles, TILES, METHOD == "gumbel"
-    )  # fmt: skip
-    if METHOD == "inverse_cdf":
-        mask = (token >= 0) & (temperature > 0.0)
-        at = tl.load(position_ptr + request, mask=mask, other=0) + depth_of(slot, node, mask, depth_ptr) + 1
-        u = uniform(tl.load(seed_ptr + request, mask=mask, other=0), at, at * 0, RESIDUAL)
-        drawn = draw_from_target(
-            slot, mask, u, row * stride_logits_row, inverse_temperature(temperature), threshold_ptr, logits_ptr,
-            stats_ptr, stride_plane, vocab_size, num_tiles, TILES, BLOCK_V, BLOCK_S,
-        )  # fmt: skip
-        token = tl.where(mask & (drawn >= 0), drawn, token)
-    tl.store(token_ptr + slot, token.to(tl.int64), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_rows"])

@@ -18,8 +18,7 @@ from dspark.kernels.accept.chain import (
     spread,
     token_of,
 )
-from dspark.kernels.philox import uniform
-from dspark.kernels.sample.rows import (
+from dspark.kernels.accept.rows import (
     ARGMAX,
     MAX,
     NEGATIVE_INFINITY,
@@ -32,6 +31,7 @@ from dspark.kernels.sample.rows import (
     locate,
     summable,
 )
+from dspark.kernels.philox import uniform
 
 ACCEPT = tl.constexpr(2)
 """``Stream.ACCEPT``."""

@@ -31,9 +31,7 @@ from dspark.kernels.accept.recursive_residual import (
     after_rejections,
     left_over,
 )
-from dspark.kernels.accept.tree import emit_path, follow, nodes_of_tree, union
-from dspark.kernels.philox import uniform
-from dspark.kernels.sample.rows import (
+from dspark.kernels.accept.rows import (
     ARGMAX,
     MAX,
     NEGATIVE_INFINITY,
@@ -47,6 +45,8 @@ from dspark.kernels.sample.rows import (
     locate,
     summable,
 )
+from dspark.kernels.accept.tree import emit_path, follow, nodes_of_tree, union
+from dspark.kernels.philox import uniform
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_rows", "nodes"])

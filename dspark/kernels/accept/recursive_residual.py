@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dspark.kernels.sample.rows import NEGATIVE_INFINITY, inverse_temperature, locate
+from dspark.kernels.accept.rows import NEGATIVE_INFINITY, inverse_temperature, locate
 
 # Of a node, float64 [slots, LINE]:
 P_OFFSET = tl.constexpr(0)  # p = exp(score - P_OFFSET) / P_TOTAL

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dspark.ops.accept.gather import Rows, gather_draft_statistics, gather_statistics
 from dspark.ops.accept.shared_launch import (
     AcceptPlan,
     dense_arguments,
@@ -34,7 +35,6 @@ from dspark.ops.launch import (
     scratch,
     verdict_warps,
 )
-from dspark.ops.sample.statistics_launch import Rows, gather_draft_statistics, gather_statistics
 from dspark.ops.types import DenseQ, DraftDistribution, Logprobs, Rule, Sampling, SparseQ, Verdict
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dspark.ops.launch import RowConfig, check_contiguous, contiguous, launch, power_of_two, row_config
-from dspark.ops.sample.statistics_launch import Rows, Slots, gather_statistics, slots_of
+from dspark.ops.accept.gather import Rows, Slots, draw, gather_statistics, slots_of
+from dspark.ops.launch import RowConfig, check_contiguous, contiguous, power_of_two, row_config
 from dspark.ops.types import DenseQ, Logprobs, Rule, Verdict
 
 
@@ -55,11 +55,6 @@ class AcceptPlan:
     def sub_columns(self) -> int:
         """Columns that a draw holds of a row: sub-tiles, then the tokens of one."""
         return max(self.slots.tiles_p2 * self.slots.config.subs, self.slots.config.block_sub)
-
-    @cached_property
-    def draw(self) -> tuple[tuple[int], dict[str, Any]]:
-        """Grid and constant arguments of ``sample_kernel``."""
-        return self.slots.draw(self.sub_columns)
 
     @cached_property
     def tiles(self) -> dict[str, Any]:
@@ -125,29 +120,9 @@ def gather_for_draw(rows: Rows, plan: AcceptPlan, regions: tuple[Tensor, ...], *
     return method
 
 
-@cache
-def _sample_kernel() -> Any:
-    from dspark.kernels.accept.chain import sample_kernel
-
-    return sample_kernel
-
-
 def draw_tokens(rows: Rows, plan: AcceptPlan, regions: tuple[Tensor, ...], read: dict[str, Any], method: str) -> Tensor:
     """The token that each row draws ``[plan.slots.count]``, from statistics that were gathered."""
     planes, threshold, drawn = regions
     drawn = drawn.view(torch.int64)
-    grid, constants = plan.draw
-    arguments = constants | read
-    del arguments["tokens_ptr"]
-    arguments |= {
-        "seed_ptr": rows.sampling.seed,
-        "position_ptr": rows.position,
-        "depth_ptr": rows.depth,
-        "threshold_ptr": threshold if rows.truncated else None,
-        "request_ptr": None,
-        "stats_ptr": planes,
-        "token_ptr": drawn,
-        "METHOD": method,
-    }
-    launch(_sample_kernel(), grid, arguments)
+    draw(rows, plan.slots, planes, threshold if rows.truncated else None, drawn, method, plan.sub_columns)
     return drawn

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dspark.ops.accept.gather import Rows, gather_draft_statistics, gather_statistics
 from dspark.ops.accept.shared_launch import (
     AcceptPlan,
     dense_arguments,
@@ -33,7 +34,6 @@ from dspark.ops.launch import (
     scratch,
     verdict_warps,
 )
-from dspark.ops.sample.statistics_launch import Rows, gather_draft_statistics, gather_statistics
 from dspark.ops.tree_checks import num_words
 from dspark.ops.types import DenseQ, DraftDistribution, Logprobs, Rule, Sampling, Tree, Verdict
 

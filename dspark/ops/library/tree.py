@@ -5,8 +5,3 @@ from __future__ import annotations
 from torch import Tensor
 
 from dspark.ops.types import Tree
-
-
-def flat_tree(tree: Tree) -> list[Tensor]:
-    """The fields of a tree in order."""
-    return [tree.tokens, tree.parents, tree.ancestors, tree.depth, tree.num_nodes]

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dspark.ops.draft import sequential_step
 from dspark.ops.draft.tree import draft_tree
 from dspark.ops.draft.tree_reference import draft_tree_reference
-from dspark.ops.draft.walk import sequential_step
 from dspark.ops.philox import gumbel
 from dspark.ops.sample import transform
 from dspark.ops.types import RNNHead, Rule, Stream, TreeDraft
