@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dspark.ops.call import FLOAT8, FLOATS, GroupArg, ScalarArg, TensorArg
-from dspark.ops.types import PagedKV, Rows, Sampling
+from dspark.ops.types import DenseQ, PagedKV, PointMass, Rows, Sampling, SparseQ, Tree, Verdict
 
 CACHE_DTYPES = (*FLOATS, FLOAT8)
 
@@ -34,6 +34,42 @@ ROWS = GroupArg(
     }
 )
 
+_DENSE_Q = {
+    "logits": TensorArg("R G Vd", FLOATS, layout="rows"),
+    "draft_ids": TensorArg("V", (torch.int32,), optional=True, layout="dense"),
+}
+_SPARSE_Q = {
+    "tokens": TensorArg("R G K", (torch.int64,), layout="rows"),
+    "logprobs": TensorArg("R G K", (torch.float32,), layout="rows"),
+}
+Q = GroupArg({DenseQ: _DENSE_Q, SparseQ: _SPARSE_Q, PointMass: {}}, optional=True)
+Q_OF_TREES = GroupArg({DenseQ: _DENSE_Q}, optional=True)
+
+TREE = GroupArg(
+    {
+        Tree: {
+            "tokens": TensorArg("R N", (torch.int64,), layout="dense"),
+            "parents": TensorArg("R N", (torch.int64,), layout="dense"),
+            "ancestors": TensorArg("R N | R N W", (torch.int64,), layout="dense"),
+            "depth": TensorArg("R N", (torch.int64,), layout="dense"),
+            "num_nodes": TensorArg("R", (torch.int64,), layout="dense"),
+        }
+    }
+)
+
+VERDICT = GroupArg(
+    {
+        Verdict: {
+            "tokens": TensorArg("R N", (torch.int64,), written=True, layout="contiguous"),
+            "num_emitted": TensorArg("R", (torch.int64,), written=True, layout="contiguous"),
+            "path": TensorArg("R N", (torch.int64,), written=True, layout="contiguous"),
+            "logprobs": TensorArg("R N", (torch.float32,), written=True, layout="contiguous"),
+            "status": TensorArg("R", (torch.int64,), written=True, layout="contiguous"),
+        }
+    },
+    optional=True,
+)
+
 
 def pages(shape: str = "P S Hkv D", *, written: bool = False) -> GroupArg:
     """The pages of a layer, or of a stack of them."""
@@ -60,3 +96,20 @@ def check_scales(kv: PagedKV) -> None:
             raise ValueError(f'kv.{name}: expected shape "Hkv", as the other scale has, got None')
         if scale is not None and kv.k.dtype is not FLOAT8:
             raise ValueError(f"kv.{name}: only a float8_e4m3fn cache has scales, got pages of {kv.k.dtype}")
+
+
+def num_words(num_nodes: int) -> int:
+    """Words of 64 bits that a node's ancestors take."""
+    return -(-num_nodes // 64)
+
+
+def check_ancestors(tree: Tree) -> None:
+    """Check that a tree's ancestors have as many words as its nodes need, and no axis for a single one.
+
+    Raises:
+        ValueError: they do not.
+    """
+    words, shape = num_words(tree.tokens.shape[1]), list(tree.ancestors.shape)
+    if shape[2:] != ([] if words == 1 else [words]):
+        expected = '"R N"' if words == 1 else f'"R N W" with W = {words}'
+        raise ValueError(f"tree.ancestors: expected shape {expected}, got {shape}")

@@ -15,6 +15,9 @@ from torch import Tensor
 
 Backend = Literal["auto", "triton", "reference"]
 Rule = Literal["coupled", "ratio", "block", "match", "recursive"]
+RULES_OF_TREES: tuple[Rule, ...] = ("coupled", "match", "recursive")
+"""Rules that verify trees."""
+
 Logprobs = Literal["raw", "processed"]
 
 

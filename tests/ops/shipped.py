@@ -13,6 +13,7 @@ from typing import Any
 from dspark.ops.launch import recorded_launches
 from dspark.testing.registry import Budget, KernelEntry, entry_of_launch
 from tests.ops import shipped_attention, shipped_rows, shipped_schedule, shipped_tree, shipped_walk
+from tests.ops.accept import cases as accept
 from tests.ops.cache import cases as cache
 from tests.ops.case import Case
 
@@ -29,7 +30,7 @@ def _launch(case: Case) -> None:
     case.op("triton", *case.values("meta"))
 
 
-for _family in (cache,):
+for _family in (accept, cache):
     CALLS |= {str(case): partial(_launch, case) for case in _family.SHIPPED}
     _BUDGETS |= _family.BUDGETS
     _CLAIMS |= _family.CLAIMS

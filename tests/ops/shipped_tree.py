@@ -6,27 +6,20 @@ from collections.abc import Callable
 
 import torch
 
-from dspark.ops.accept import accept
 from dspark.ops.draft.tree import draft_tree
-from dspark.ops.types import DenseQ, MarkovHead, Rule, Sampling, Tree
+from dspark.ops.types import MarkovHead, Rule, Sampling
 from dspark.testing.registry import NVIDIA_TARGETS, Budget, budgets, meta
 
-VOCAB_SIZE, NODES, BRANCHING, REQUESTS = 151_936, 32, 4, 16
-ROWS = REQUESTS * NODES
+VOCAB_SIZE, NODES, BRANCHING = 151_936, 32, 4
 DRAFTED, DRAFTS, RANK = 64, 7, 256
 """Requests that trees are drafted for, their depth, and the head's rank."""
 
 BUDGETS = {
-    "judge_kernel": budgets(Budget(96, 16_384), amd=Budget(96, 16_384)),
-    "left_over_kernel": budgets(Budget(168, 16_384), amd=Budget(128, 16_384)),
-    "node_lines_kernel": budgets(Budget(128, 16_384), amd=Budget(128, 16_384)),
-    "recursive_verdict_kernel": budgets(Budget(128, 16_384), amd=Budget(128, 16_384)),
     "tree_build_kernel": budgets(Budget(128, 16_384), amd=Budget(128, 16_384)),
     "tree_level_kernel": budgets(Budget(128, 81_920), amd=Budget(128, 65_536)),
     "tree_merge_kernel": budgets(Budget(128, 16_384), amd=Budget(128, 16_384)),
     "tree_scores_kernel": budgets(Budget(128, 81_920), amd=Budget(128, 65_536)),
     "tree_select_kernel": budgets(Budget(128, 16_384), amd=Budget(128, 16_384)),
-    "tree_verdict_kernel": budgets(Budget(64, 4_096), amd=Budget(72, 4_096)),
 }
 """The most that one program of a kernel may use, whatever its configuration."""
 
@@ -39,33 +32,12 @@ _MATRIX = {
 }
 _PRODUCT = {target: (*_WIDE[target], *matrix) for target, matrix in _MATRIX.items()}
 CLAIMS = {
-    "left_over_kernel": _WIDE,
     "tree_level_kernel": _PRODUCT,
     "tree_scores_kernel": _PRODUCT,
     "draft_tree, no head: tree_level_kernel": {},
 }
-"""What a kernel is meant to compile to: those that stream rows of logits or W2 read 16 bytes at a time, and products go
+"""What a kernel is meant to compile to: those that stream W2 read 16 bytes at a time, and products go
 through the matrix units."""
-
-
-def _accept(rule: Rule, nodes: int = NODES) -> None:
-    number, integer, rows = meta(REQUESTS, dtype=torch.float32), meta(REQUESTS), REQUESTS * nodes
-    places = meta(REQUESTS, nodes)
-    ancestors = places if nodes <= 64 else meta(REQUESTS, nodes, -(-nodes // 64))
-    recursive = rule == "recursive"
-    accept(
-        meta(rows, VOCAB_SIZE, dtype=torch.bfloat16),
-        meta(rows),
-        meta(REQUESTS + 1),
-        rule=rule,
-        sampling=Sampling(number, integer, number, number, integer, any_truncation=False),
-        position=integer,
-        max_query_len=nodes,
-        q=DenseQ(meta(REQUESTS, nodes, VOCAB_SIZE, dtype=torch.float32)) if recursive else None,
-        tree=Tree(places, places, ancestors, places, integer),
-        max_branching=BRANCHING if recursive else None,
-        backend="triton",
-    )
 
 
 def _draft(rule: Rule, head: bool = True) -> None:
@@ -87,10 +59,6 @@ def _draft(rule: Rule, head: bool = True) -> None:
 
 
 CALLS: dict[str, Callable[[], None]] = {
-    "coupled, tree": lambda: _accept("coupled"),
-    "coupled, tree of 256": lambda: _accept("coupled", nodes=256),
-    "match, tree": lambda: _accept("match"),
-    "recursive": lambda: _accept("recursive"),
     "draft_tree, coupled": lambda: _draft("coupled"),
     "draft_tree, recursive": lambda: _draft("recursive"),
     "draft_tree, no head": lambda: _draft("coupled", head=False),

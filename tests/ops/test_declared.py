@@ -10,10 +10,11 @@ import torch
 from dspark.ops.launch import recorded_launches
 from dspark.ops.op import OPS
 from dspark.testing.guards import forbid_sync
+from tests.ops.accept import cases as accept
 from tests.ops.cache import cases as cache
 from tests.ops.case import Case, Fault, faults, tensors_of
 
-CASES = [case for family in (cache,) for case in family.SMALL]
+CASES = [case for family in (accept, cache) for case in family.SMALL]
 FAULTS = [
     pytest.param(case, fault, id=f"{case}: {fault.argument} {fault.what}")
     for case in CASES

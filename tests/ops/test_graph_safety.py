@@ -14,6 +14,7 @@ from dspark.ops import (
     MarkovHead,
     PagedKV,
     PointMass,
+    Rows,
     SparseQ,
     Stream,
     accept,
@@ -33,7 +34,7 @@ from dspark.ops.sample.process import count_tokens, process_logits
 from dspark.ops.types import DraftDistribution, Processors, Rule
 from dspark.testing.guards import SyncError, forbid_sync
 from tests.ops.attention.paged import Kind, make_paged, make_requests
-from tests.ops.helpers import make_sampling
+from tests.ops.helpers import make_sampling, verify
 from tests.ops.trees import TREE_RULES, tree_problem
 
 LENGTHS = [3, 0, 1]
@@ -65,12 +66,9 @@ BACKENDS = ["reference", pytest.param("triton", marks=pytest.mark.triton)]
 def run_accept(rule: Rule, q: str, **options: Any) -> None:
     accept(
         torch.randn(ROWS, VOCAB),
-        torch.randint(VOCAB, (ROWS,)),
-        QUERY_START,
+        Rows(torch.randint(VOCAB, (ROWS,)), QUERY_START, POSITION, NODES),
         rule=rule,
         sampling=SAMPLING,
-        position=POSITION,
-        max_query_len=NODES,
         q=DISTRIBUTIONS[q],
         **options,
     )
@@ -123,7 +121,8 @@ def run_cache(backend: Any) -> None:
     with forbid_sync():
         append_kv(k, k, kv, batch.slots, backend=backend)
         rope_append_kv(q, k, k, kv, batch.slots, cos=angle, sin=angle, q_norm=angle[0, 0], eps=1e-6, backend=backend)
-        commit_kv(stack, path, emitted, batch.query_start, batch.slots, backend=backend)
+        rows = Rows(batch.positions, batch.query_start, batch.context_len, 2)
+        commit_kv(stack, path, emitted, rows, batch.slots, backend=backend)
         copy_pages(stack, *pages, backend=backend)
 
 
@@ -162,7 +161,7 @@ def test_accept(rule: Rule, q: str, backend: str) -> None:
 def test_accept_of_trees(rule: Rule, backend: Any) -> None:
     arguments = tree_problem(rule, SAMPLING, nodes=3, vocab_size=VOCAB, branching=2, lengths=LENGTHS)
     with forbid_sync():
-        accept(**arguments, backend=backend)
+        verify(**arguments, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

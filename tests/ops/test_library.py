@@ -7,22 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from dspark.ops import (
-    DenseQ,
-    PointMass,
-    Processors,
-    Rule,
-    Sampling,
-    SparseQ,
-    Verdict,
-    accept,
-    process_logits,
-    sample,
-    truncate,
-)
+from dspark.ops import Processors, Sampling, process_logits, sample, truncate
 from dspark.ops.library import rows as library
-from dspark.ops.library.accept import flat_q, unflat_q
-from tests.ops.accept.test_triton_accept import CASES, empty_verdict, problem
+from tests.ops.accept.test_triton_accept import problem
 from tests.ops.helpers import make_sampling
 
 SAMPLING = make_sampling([1.0, 0.0, 0.7], [0, 0, 3], seed=[1, 2, 3])
@@ -49,53 +36,9 @@ def test_opcheck_truncate() -> None:
     check(torch.ops.dspark.truncate.default, *arguments)
 
 
-@pytest.mark.parametrize(("rule", "q"), CASES)
-def test_opcheck_accept(rule: Rule, q: str) -> None:
-    a = problem([2, 0, 3], 20, SAMPLING, rule, q=q)
-    out = empty_verdict(3, 3)
-    out.logprobs.zero_()
-    check(
-        torch.ops.dspark.accept.default,
-        a["target_logits"],
-        a["tokens"],
-        a["query_start"],
-        rule,
-        *library.flat(SAMPLING),
-        a["position"],
-        *flat_q(a["q"]),
-        "raw",
-        out.tokens,
-        out.num_emitted,
-        out.path,
-        out.logprobs,
-        out.status,
-        None,
-        "reference",
-    )
-
-
-@pytest.mark.parametrize(
-    "q", [None, PointMass(), DenseQ(torch.zeros(1, 1, 2)), SparseQ(torch.zeros(1), torch.zeros(1))]
-)
-def test_a_draft_distribution_survives_flattening(q: Any) -> None:
-    assert unflat_q(*flat_q(q)) == q
-
-
 def compiled(function: Any) -> Any:
     torch._dynamo.reset()
     return torch.compile(function, fullgraph=True, backend="aot_eager")
-
-
-@pytest.mark.parametrize(("rule", "q"), CASES)
-def test_accept_compiles_as_one_graph(rule: Rule, q: str) -> None:
-    arguments = problem([2, 0, 3], 20, SAMPLING, rule, q=q)
-
-    def step(arguments: dict[str, Any]) -> Verdict:
-        return accept(**arguments)
-
-    expected, verdict = step(arguments), compiled(step)(arguments)
-    for field in Verdict._fields:
-        assert torch.equal(getattr(verdict, field), getattr(expected, field)), field
 
 
 def test_sample_and_truncate_compile_as_one_graph() -> None:

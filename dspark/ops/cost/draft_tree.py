@@ -15,7 +15,7 @@ from typing import Literal
 from dspark.ops.cost.types import Cost, Tally
 from dspark.ops.draft.tree_plan import Level, TreePlan
 from dspark.ops.draft.walk_plan import WalkConfig, walk_config
-from dspark.ops.tree_checks import num_words
+from dspark.ops.groups import num_words
 from dspark.ops.types import Rule
 
 

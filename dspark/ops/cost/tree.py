@@ -8,8 +8,8 @@ from functools import cached_property
 
 from dspark.ops.accept.tree_launch import LINE, STATE, STEP
 from dspark.ops.cost.types import Cost
+from dspark.ops.groups import num_words
 from dspark.ops.launch import RowConfig, row_config, tiles_per_program
-from dspark.ops.tree_checks import num_words
 from dspark.ops.types import Rule
 
 

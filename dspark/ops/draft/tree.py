@@ -11,8 +11,7 @@ from dspark.ops.draft.tree_inputs import TreeInputs, check_tree_out, copy_tree_d
 from dspark.ops.draft.tree_reference import draft_tree_reference
 from dspark.ops.draft.walk_checks import check_walk
 from dspark.ops.library import tree as library
-from dspark.ops.tree_checks import RULES_OF_TREES
-from dspark.ops.types import Backend, Rule, Sampling, SequentialHead, Stream, TreeDraft
+from dspark.ops.types import RULES_OF_TREES, Backend, Rule, Sampling, SequentialHead, Stream, TreeDraft
 
 MAX_NODES = 256
 """Most nodes of a tree."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dspark.ops.checks import check_dtype, check_shape
-from dspark.ops.tree_checks import num_words
+from dspark.ops.groups import num_words
 from dspark.ops.types import MarkovHead, Rule, Sampling, SequentialHead, Tree, TreeDraft
 
 

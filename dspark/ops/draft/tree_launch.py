@@ -16,6 +16,7 @@ from torch import Tensor
 from dspark.ops.draft.tree_inputs import TreeInputs
 from dspark.ops.draft.tree_plan import Level, TreePlan, dot_of_head, plan_of
 from dspark.ops.draft.walk_plan import WalkConfig
+from dspark.ops.groups import num_words
 from dspark.ops.launch import (
     check_contiguous,
     check_devices,
@@ -26,7 +27,6 @@ from dspark.ops.launch import (
     power_of_two,
     scratch,
 )
-from dspark.ops.tree_checks import num_words
 from dspark.ops.types import Stream, TreeDraft
 
 _COMPARED = 4096

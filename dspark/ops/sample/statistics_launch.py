@@ -58,7 +58,8 @@ class KernelSampling(NamedTuple):
 class KernelRows(NamedTuple):
     """:class:`~dspark.ops.Rows` as kernels take it: ``KernelRows(*rows[:3])``.
 
-    An integer in a group is specialised, so there is none. Where a line is a row, there is a position alone: ``[T]`` of the tokens to draw, or None where none is drawn.
+    An integer in a group is specialised, so there is none. Where a line is a row, there is a position alone: ``[T]`` of
+    the tokens to draw, or None where none is drawn.
     """
 
     tokens: Tensor | None

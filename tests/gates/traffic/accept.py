@@ -8,7 +8,7 @@ import torch
 
 from dspark.ops.accept import accept
 from dspark.ops.cost import AcceptCall, Cost, QKind, accept_cost
-from dspark.ops.types import DenseQ, DraftDistribution, PointMass, Rule, Sampling, SparseQ
+from dspark.ops.types import DenseQ, DraftDistribution, PointMass, Rows, Rule, Sampling, SparseQ
 from tests.gates.traffic.case import Case
 from tests.gates.traffic.sample import Cut
 from tests.gates.traffic.search import simulate
@@ -64,18 +64,15 @@ def accept_case(
         all_greedy=not temperature,
         any_truncation=cuts is not None,
     )
-    logits = logits.to(dtype)
+    logits, verified = logits.to(dtype), Rows(tokens, query_start, integer, nodes)
     rows, ids = logits.float().numpy(), tokens.tolist()
 
     def run() -> Cost:
         verdict = accept(
             logits,
-            tokens,
-            query_start,
+            verified,
             rule=rule,
             sampling=sampling,
-            position=integer,
-            max_query_len=nodes,
             q=distribution,
             logprobs="raw" if raw else "processed",
             backend="triton",

@@ -10,7 +10,7 @@ from dspark.ops.cache import append_kv, commit_kv, copy_pages, rope_append_kv
 from dspark.ops.cache.launch import cache_config
 from dspark.ops.cost import Cost
 from dspark.ops.cost.cache import CacheShape, append_kv_cost, commit_kv_cost, copy_pages_cost, rope_append_kv_cost
-from dspark.ops.types import PagedKV
+from dspark.ops.types import PagedKV, Rows
 from tests.gates.traffic.case import Case
 
 PAGE_SIZE = 16
@@ -67,16 +67,17 @@ def commit_case(shape: CacheShape, lengths: Sequence[int], paths: Sequence[Seque
     nodes = max(1, *map(len, paths))
     path = torch.tensor([[*p, *[-1] * (nodes - len(p))] for p in paths])
     num_emitted = torch.tensor([len(p) for p in paths])
-    start, slots = torch.tensor([0, *lengths]).cumsum(0), torch.arange(sum(lengths))
+    slots = torch.arange(sum(lengths))
+    rows = Rows(slots, torch.tensor([0, *lengths]).cumsum(0), torch.zeros_like(num_emitted), nodes)
     kv = _stack(shape, -(-sum(lengths) // PAGE_SIZE), torch.bfloat16)
 
     def run() -> Cost:
-        commit_kv(kv, path, num_emitted, start, slots, backend="triton")
+        commit_kv(kv, path, num_emitted, rows, slots, backend="triton")
         return commit_kv_cost(shape, paths)
 
     moved = sum(node > i for path in paths for i, node in enumerate(path))
-    rows = "+".join(map(str, lengths))
-    return Case("commit_kv", _words(shape, f"rows {rows}, L {shape.layers}", torch.bfloat16), f"moved {moved}", run)
+    words = "+".join(map(str, lengths))
+    return Case("commit_kv", _words(shape, f"rows {words}, L {shape.layers}", torch.bfloat16), f"moved {moved}", run)
 
 
 def copy_case(shape: CacheShape, num_pages: int) -> Case:

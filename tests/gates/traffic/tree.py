@@ -10,7 +10,7 @@ from dspark.ops.accept import accept, accept_workspace
 from dspark.ops.accept.tree_launch import STATE, plan_of
 from dspark.ops.cost import Cost
 from dspark.ops.cost.tree import NodeOutcome, TreeCall, accept_tree_cost
-from dspark.ops.types import DenseQ, Rule, Sampling, Tree
+from dspark.ops.types import DenseQ, Rows, Rule, Sampling, Tree
 from tests.gates.traffic import draft_tree
 from tests.gates.traffic.case import Case
 
@@ -67,12 +67,9 @@ def tree_case(
     def run() -> Cost:
         verdict = accept(
             logits,
-            tokens,
-            start,
+            Rows(tokens, start, integer, nodes),
             rule=rule,
             sampling=sampling,
-            position=integer,
-            max_query_len=nodes,
             q=DenseQ(scores) if recursive else None,
             logprobs="raw" if raw else "processed",
             tree=wide,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from dspark.ops import Processors, Status, accept, process_logits
-from tests.ops.helpers import make_sampling
+from dspark.ops import Processors, Status, process_logits
+from tests.ops.helpers import make_sampling, verify
 from tests.ops.sample.test_process import ALL, BACKENDS, INF, NAN, REQUESTS, VOCAB, pack, randn, rows_of, same_bits
 
 
@@ -35,7 +35,7 @@ def test_p05_a_row_with_nothing_allowed_ends_its_request() -> None:
         randn(4, VOCAB), tokens[[0, 1, 0, 3]], query_start, processors=Processors(allowed_mask=mask), max_query_len=2
     )
     assert (scores[3] == -INF).all()
-    verdict = accept(
+    verdict = verify(
         scores,
         torch.tensor([1, 2, 1, 3]),
         query_start,
