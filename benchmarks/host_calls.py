@@ -61,17 +61,10 @@ def make_calls() -> dict[str, Call]:
 def rows_of_logits() -> dict[str, Call]:
     """The ops that read a target's logits."""
     logits = bfloat16(NUM_ROWS, LARGE_VOCAB)
-    tokens = torch.zeros(NUM_ROWS, dtype=torch.int64)
-    query_start = torch.arange(REQUESTS + 1) * ROWS
     sampling, position = make_sampling(REQUESTS, 1.0), torch.full((REQUESTS,), CONTEXT)
+    rows = Rows(torch.zeros(NUM_ROWS, dtype=torch.int64), torch.arange(REQUESTS + 1) * ROWS, position, ROWS)
     q = DenseQ(bfloat16(REQUESTS, DRAFTS, LARGE_VOCAB))
-    chain = partial(
-        accept,
-        logits,
-        Rows(tokens, query_start, position, ROWS),
-        sampling=sampling,
-        backend="triton",
-    )
+    chain = partial(accept, logits, rows, sampling=sampling, backend="triton")
     on_chains: tuple[tuple[Rule, DenseQ | None], ...] = (("coupled", None), ("match", None), ("ratio", q), ("block", q))
     calls: dict[str, Call] = {f"accept {rule}": partial(chain, rule=rule, q=own) for rule, own in on_chains}
 
@@ -104,10 +97,8 @@ def rows_of_logits() -> dict[str, Call]:
     calls["process_logits"] = partial(
         process_logits,
         logits,
-        tokens,
-        query_start,
+        rows,
         processors=processors,
-        max_query_len=ROWS,
         out=torch.empty(NUM_ROWS, LARGE_VOCAB),
         backend="triton",
     )

@@ -268,9 +268,7 @@ class Decoder:
         logits = self.target.logits(hidden)
         processing = batch.processing
         verdict = accept(
-            logits
-            if processing is None
-            else processing.apply(logits, rows.tokens, rows.query_start, rows.max_query_len),
+            logits if processing is None else processing.apply(logits, rows),
             rows,
             rule=self.rule,
             sampling=batch.sampling,

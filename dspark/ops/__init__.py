@@ -8,8 +8,7 @@ from dspark.ops.draft.certified_table import BiasTable, build_bias_table, cached
 from dspark.ops.draft.tree import draft_tree, draft_tree_workspace
 from dspark.ops.draft.walk import draft_walk, draft_walk_workspace
 from dspark.ops.draft.walk_inputs import DraftVocabulary, WalkTables, build_walk_tables
-from dspark.ops.sample import sample, sample_workspace, truncate
-from dspark.ops.sample.process import count_tokens, process_logits
+from dspark.ops.sample import count_tokens, process_logits, sample, sample_workspace, truncate
 from dspark.ops.schedule import schedule_prefix, schedule_workspace
 from dspark.ops.types import (
     Backend,

@@ -36,7 +36,7 @@ from dspark.models.training.prompts import openings, write_prompts
 from dspark.models.training.rollouts import roll_out
 from dspark.models.training.target import TargetTraining, causal_attend, language_model_loss, train_target
 from dspark.models.transformer import CausalLM
-from dspark.ops.sample import transform
+from dspark.ops.sample.reference import transform
 from dspark.requests import SamplingParams, batch_sampling
 from tests.ops.helpers import chi_square_pvalue
 from tests.small import small_drafter, small_model

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dspark.ops.accept import RULES_OF_Q
-from dspark.ops.sample import sample, transform
+from dspark.ops.sample import sample
+from dspark.ops.sample.reference import transform
 from dspark.ops.types import (
     Backend,
     DenseQ,

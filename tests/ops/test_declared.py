@@ -13,8 +13,9 @@ from dspark.testing.guards import forbid_sync
 from tests.ops.accept import cases as accept
 from tests.ops.cache import cases as cache
 from tests.ops.case import Case, Fault, faults, tensors_of
+from tests.ops.sample import cases as sample
 
-CASES = [case for family in (accept, cache) for case in family.SMALL]
+CASES = [case for family in (accept, cache, sample) for case in family.SMALL]
 FAULTS = [
     pytest.param(case, fault, id=f"{case}: {fault.argument} {fault.what}")
     for case in CASES

@@ -24,14 +24,12 @@ from dspark.ops import (
     draft_tree,
     draft_walk,
     rope_append_kv,
-    sample,
     schedule_prefix,
-    truncate,
     verify_attention,
 )
 from dspark.ops.launch import recorded_launches
-from dspark.ops.sample.process import count_tokens, process_logits
-from dspark.ops.types import DraftDistribution, Processors, Rule
+from dspark.ops.sample import count_tokens
+from dspark.ops.types import DraftDistribution, Rule
 from dspark.testing.guards import SyncError, forbid_sync
 from tests.ops.attention.paged import Kind, make_paged, make_requests
 from tests.ops.helpers import make_sampling, verify
@@ -71,22 +69,6 @@ def run_accept(rule: Rule, q: str, **options: Any) -> None:
         sampling=SAMPLING,
         q=DISTRIBUTIONS[q],
         **options,
-    )
-
-
-def run_process(backend: str) -> None:
-    processors = Processors(
-        output_counts=torch.zeros(REQUESTS, VOCAB, dtype=torch.int32),
-        repetition_penalty=torch.full((REQUESTS,), 1.2),
-        banned_tokens=torch.zeros(REQUESTS, 1, dtype=torch.int64),
-    )
-    process_logits(
-        torch.randn(ROWS, VOCAB),
-        torch.randint(VOCAB, (ROWS,)),
-        QUERY_START,
-        processors=processors,
-        max_query_len=NODES,
-        backend=backend,  # type: ignore[arg-type]
     )
 
 
@@ -184,16 +166,6 @@ def test_draft_tree(rule: Rule, backend: Any) -> None:
             budget=budget,
             backend=backend,
         )
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_sample_truncate_and_process(backend: Any) -> None:
-    request = torch.tensor([0, 0, 2, -1])
-    position = torch.arange(ROWS)
-    with forbid_sync():
-        sample(torch.randn(ROWS, VOCAB), SAMPLING, position, request=request, salt=position, backend=backend)
-        truncate(torch.randn(ROWS, VOCAB), SAMPLING, request, backend=backend)
-        run_process(backend)
 
 
 def test_walk_and_counts() -> None:

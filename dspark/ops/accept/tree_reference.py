@@ -12,7 +12,7 @@ from torch import Tensor
 from dspark.ops.accept.reference import draft_probs, no_verdict, normalised, token_ratio
 from dspark.ops.philox import gumbel, uniform
 from dspark.ops.ragged import row_index
-from dspark.ops.sample import inverse_cdf, perturbed_argmax, transform
+from dspark.ops.sample.reference import inverse_cdf, perturbed_argmax, transform
 from dspark.ops.types import DraftDistribution, Logprobs, Rows, Rule, Sampling, Status, Stream, Tree, Verdict
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from dspark.ops.cost import Cost, ProcessCall, process_cost
-from dspark.ops.sample.process import process_logits
-from dspark.ops.types import Processors
+from dspark.ops.sample import process_logits
+from dspark.ops.types import Processors, Rows
 from tests.gates.traffic.case import Case
 
 EOS, BANNED = 2, 3
@@ -50,10 +50,10 @@ def process_case(
     )
     logits = torch.randn(num_rows, vocab_size, generator=generator).to(dtype)
     tokens = ids(num_rows)
-    query_start = torch.tensor([0, *lengths]).cumsum(0)
+    rows = Rows(tokens, torch.tensor([0, *lengths]).cumsum(0), torch.zeros(requests, dtype=torch.int64), nodes)
 
     def run() -> Cost:
-        process_logits(logits, tokens, query_start, processors=processors, max_query_len=nodes, backend="triton")
+        process_logits(logits, rows, processors=processors, backend="triton")
         return process_cost(
             ProcessCall(
                 lengths,

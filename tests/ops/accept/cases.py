@@ -132,7 +132,6 @@ BUDGETS = {
     "ratio_verdict_kernel": budgets(Budget(255, 65_536), amd=Budget(256, 65_536)),
     "recursive_verdict_kernel": budgets(Budget(128, 16_384), amd=Budget(128, 16_384)),
     "residual_mass_kernel": budgets(Budget(128, 16_384), amd=Budget(128, 16_384)),
-    "sample_kernel": budgets(Budget(128, 16_384), amd=Budget(128, 16_384)),
     "tree_verdict_kernel": budgets(Budget(64, 4_096), amd=Budget(72, 4_096)),
 }
 """The most that one program of a kernel may use, whatever its configuration."""

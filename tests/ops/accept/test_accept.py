@@ -12,7 +12,8 @@ from torch import Tensor
 
 from dspark.ops.accept import RULES_OF_Q, accept
 from dspark.ops.philox import uniform
-from dspark.ops.sample import sample, transform
+from dspark.ops.sample import sample
+from dspark.ops.sample.reference import transform
 from dspark.ops.types import Backend, DenseQ, Logprobs, Rows, Rule, Sampling, Status, Stream, Verdict
 from tests.ops.chains import (
     CASES,

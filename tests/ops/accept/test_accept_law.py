@@ -19,8 +19,9 @@ from dspark.ops.call import FLOATS
 from dspark.ops.launch import RowConfig
 from dspark.ops.op import OPS
 from dspark.ops.philox import uniform
-from dspark.ops.sample import inverse_cdf, sample, transform
+from dspark.ops.sample import sample
 from dspark.ops.sample import statistics_launch as statistics_triton
+from dspark.ops.sample.reference import inverse_cdf, transform
 from dspark.ops.types import (
     Backend,
     DenseQ,
