@@ -16,8 +16,7 @@ from dspark.ops.draft import (
     draft_walk_certified,
     draft_walk_workspace,
 )
-from dspark.ops.sample import sample, sample_workspace, truncate
-from dspark.ops.sample.process import count_tokens, process_logits
+from dspark.ops.sample import count_tokens, process_logits, sample, sample_workspace, truncate
 from dspark.ops.schedule import schedule_prefix, schedule_workspace
 from dspark.ops.types import (
     Backend,
@@ -34,6 +33,7 @@ from dspark.ops.types import (
     Processors,
     QueryBatch,
     RNNHead,
+    Rows,
     Rule,
     Sampling,
     SequentialHead,
@@ -62,6 +62,7 @@ __all__ = [
     "Processors",
     "QueryBatch",
     "RNNHead",
+    "Rows",
     "Rule",
     "Sampling",
     "SequentialHead",

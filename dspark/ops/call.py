@@ -239,7 +239,7 @@ class Signature:
             by_name = {kind.__name__: kind for kind in spec.kinds}
             kind = by_name.get(next(rest)) if len(by_name) > 1 else next(iter(spec.kinds))
             given = {key: next(rest) for key in spec.fields}
-            if kind is None or (len(by_name) == 1 and all(value is None for value in given.values())):
+            if kind is None or (len(by_name) == 1 and spec.optional and all(value is None for value in given.values())):
                 values.append(None)
             else:
                 values.append(kind(**{key: given[key] for key in spec.kinds[kind]}))

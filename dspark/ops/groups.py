@@ -8,7 +8,20 @@ import torch
 from torch import Tensor
 
 from dspark.ops.call import FLOAT8, FLOATS, GroupArg, ScalarArg, TensorArg
-from dspark.ops.types import GatedHead, MarkovHead, PagedKV, RNNHead, Rows, Sampling, SequentialHead, Tree
+from dspark.ops.types import (
+    DenseQ,
+    GatedHead,
+    MarkovHead,
+    PagedKV,
+    PointMass,
+    RNNHead,
+    Rows,
+    Sampling,
+    SequentialHead,
+    SparseQ,
+    Tree,
+    Verdict,
+)
 
 CACHE_DTYPES = (*FLOATS, FLOAT8)
 
@@ -49,6 +62,42 @@ _RNN = {
 MARKOV_HEAD = GroupArg({MarkovHead: _MARKOV})
 HEAD = GroupArg({MarkovHead: _MARKOV, GatedHead: _MARKOV | _GATED, RNNHead: _MARKOV | _RNN}, optional=True)
 """``V1`` is the number of W1's rows: ``V`` where the drafter's vocabulary is the target's."""
+
+_DENSE_Q = {
+    "logits": TensorArg("R G Vd", FLOATS, layout="rows"),
+    "draft_ids": TensorArg("V", (torch.int32,), optional=True, layout="dense"),
+}
+_SPARSE_Q = {
+    "tokens": TensorArg("R G K", (torch.int64,), layout="rows"),
+    "logprobs": TensorArg("R G K", (torch.float32,), layout="rows"),
+}
+Q = GroupArg({DenseQ: _DENSE_Q, SparseQ: _SPARSE_Q, PointMass: {}}, optional=True)
+Q_OF_TREES = GroupArg({DenseQ: _DENSE_Q}, optional=True)
+
+TREE = GroupArg(
+    {
+        Tree: {
+            "tokens": TensorArg("R N", (torch.int64,), layout="dense"),
+            "parents": TensorArg("R N", (torch.int64,), layout="dense"),
+            "ancestors": TensorArg("R N | R N W", (torch.int64,), layout="dense"),
+            "depth": TensorArg("R N", (torch.int64,), layout="dense"),
+            "num_nodes": TensorArg("R", (torch.int64,), layout="dense"),
+        }
+    }
+)
+
+VERDICT = GroupArg(
+    {
+        Verdict: {
+            "tokens": TensorArg("R N", (torch.int64,), written=True, layout="contiguous"),
+            "num_emitted": TensorArg("R", (torch.int64,), written=True, layout="contiguous"),
+            "path": TensorArg("R N", (torch.int64,), written=True, layout="contiguous"),
+            "logprobs": TensorArg("R N", (torch.float32,), written=True, layout="contiguous"),
+            "status": TensorArg("R", (torch.int64,), written=True, layout="contiguous"),
+        }
+    },
+    optional=True,
+)
 
 
 def pages(shape: str = "P S Hkv D", *, written: bool = False) -> GroupArg:

@@ -13,6 +13,7 @@ from dspark.ops import (
     MarkovHead,
     PagedKV,
     PointMass,
+    Rows,
     SparseQ,
     accept,
     append_kv,
@@ -20,16 +21,14 @@ from dspark.ops import (
     copy_pages,
     draft_tree,
     rope_append_kv,
-    sample,
-    truncate,
     verify_attention,
 )
 from dspark.ops.launch import recorded_launches
-from dspark.ops.sample.process import count_tokens, process_logits
-from dspark.ops.types import DraftDistribution, Processors, Rule
+from dspark.ops.sample import count_tokens
+from dspark.ops.types import DraftDistribution, Rule
 from dspark.testing.guards import SyncError, forbid_sync
 from tests.ops.attention.paged import Kind, make_paged, make_requests
-from tests.ops.helpers import make_sampling
+from tests.ops.helpers import make_sampling, verify
 from tests.ops.trees import TREE_RULES, tree_problem
 
 LENGTHS = [3, 0, 1]
@@ -61,30 +60,11 @@ BACKENDS = ["reference", pytest.param("triton", marks=pytest.mark.triton)]
 def run_accept(rule: Rule, q: str, **options: Any) -> None:
     accept(
         torch.randn(ROWS, VOCAB),
-        torch.randint(VOCAB, (ROWS,)),
-        QUERY_START,
+        Rows(torch.randint(VOCAB, (ROWS,)), QUERY_START, POSITION, NODES),
         rule=rule,
         sampling=SAMPLING,
-        position=POSITION,
-        max_query_len=NODES,
         q=DISTRIBUTIONS[q],
         **options,
-    )
-
-
-def run_process(backend: str) -> None:
-    processors = Processors(
-        output_counts=torch.zeros(REQUESTS, VOCAB, dtype=torch.int32),
-        repetition_penalty=torch.full((REQUESTS,), 1.2),
-        banned_tokens=torch.zeros(REQUESTS, 1, dtype=torch.int64),
-    )
-    process_logits(
-        torch.randn(ROWS, VOCAB),
-        torch.randint(VOCAB, (ROWS,)),
-        QUERY_START,
-        processors=processors,
-        max_query_len=NODES,
-        backend=backend,  # type: ignore[arg-type]
     )
 
 
@@ -104,7 +84,8 @@ def run_cache(backend: Any) -> None:
     with forbid_sync():
         append_kv(k, k, kv, batch.slots, backend=backend)
         rope_append_kv(q, k, k, kv, batch.slots, cos=angle, sin=angle, q_norm=angle[0, 0], eps=1e-6, backend=backend)
-        commit_kv(stack, path, emitted, batch.query_start, batch.slots, backend=backend)
+        rows = Rows(batch.positions, batch.query_start, batch.context_len, 2)
+        commit_kv(stack, path, emitted, rows, batch.slots, backend=backend)
         copy_pages(stack, *pages, backend=backend)
 
 
@@ -126,7 +107,7 @@ def test_accept(rule: Rule, q: str, backend: str) -> None:
 def test_accept_of_trees(rule: Rule, backend: Any) -> None:
     arguments = tree_problem(rule, SAMPLING, nodes=3, vocab_size=VOCAB, branching=2, lengths=LENGTHS)
     with forbid_sync():
-        accept(**arguments, backend=backend)
+        verify(**arguments, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -149,16 +130,6 @@ def test_draft_tree(rule: Rule, backend: Any) -> None:
             budget=budget,
             backend=backend,
         )
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_sample_truncate_and_process(backend: Any) -> None:
-    request = torch.tensor([0, 0, 2, -1])
-    position = torch.arange(ROWS)
-    with forbid_sync():
-        sample(torch.randn(ROWS, VOCAB), SAMPLING, position, request=request, salt=position, backend=backend)
-        truncate(torch.randn(ROWS, VOCAB), SAMPLING, request, backend=backend)
-        run_process(backend)
 
 
 def test_counts() -> None:

@@ -142,7 +142,7 @@ def draw(
     kernel(rows.logits, _rows(rows), _sampling(rows), _tree(rows), plan.stats(planes), threshold, None, tokens)
 
 
-def _plan(rows: Rows, slots: Slots, **wanted: bool) -> launched.StatisticsPlan:
+def _plan(rows: Rows, slots: Slots, **wanted: Any) -> launched.StatisticsPlan:
     return launched.plan_statistics(
         rows.logits, lines=slots.count, nodes=slots.nodes, config=slots.config, **wanted
     )  # fmt: skip

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from dspark.ops.accept.gather import Rows, gather_draft_statistics, gather_statistics
+from dspark.ops.accept.gather import Rows as LogitRows
+from dspark.ops.accept.gather import gather_draft_statistics, gather_statistics
 from dspark.ops.accept.shared_launch import (
     AcceptPlan,
     dense_arguments,
@@ -24,18 +25,13 @@ from dspark.ops.accept.shared_launch import (
 from dspark.ops.launch import (
     LINE_FIELDS,
     RowConfig,
-    check_devices,
-    check_unit_stride,
-    contiguous,
-    contiguous_sampling,
     launch,
     padded,
     power_of_two,
     requests_per_program,
-    scratch,
     verdict_warps,
 )
-from dspark.ops.types import DenseQ, DraftDistribution, Logprobs, Rule, Sampling, SparseQ, Verdict
+from dspark.ops.types import DenseQ, DraftDistribution, Logprobs, Rows, Rule, Sampling, SparseQ, Verdict
 
 
 @dataclass(frozen=True)
@@ -132,57 +128,41 @@ def workspace_bytes(
     return 4 * sum(_plan_of(rule, num_requests, max_query_len, vocab_size, draft_vocab_size, config, 1).sizes)
 
 
-def accept_triton(
+def plan(
+    sizes: dict[str, int],
     target_logits: Tensor,
-    tokens: Tensor,
-    query_start: Tensor,
+    rows: Rows,
     rule: Rule,
     sampling: Sampling,
-    position: Tensor,
-    max_query_len: int,
     q: DraftDistribution | None,
     logprobs: Logprobs,
     out: Verdict,
-    workspace: Tensor | None,
     config: RowConfig | None = None,
+) -> _Plan:
+    """How the launches are cut; ``config`` changes sums by their rounding only."""
+    rule, vocab_size = "ratio" if rule == "recursive" else rule, sizes["V"]
+    return _plan_of(rule, sizes["R"], sizes["N"], vocab_size, sizes.get("Vd", vocab_size), config, sizes.get("K", 1))
+
+
+def run(
+    plan: _Plan,
+    regions: tuple[Tensor, ...],
+    target_logits: Tensor,
+    rows: Rows,
+    rule: Rule,
+    sampling: Sampling,
+    q: DraftDistribution | None,
+    logprobs: Logprobs,
+    out: Verdict,
 ) -> None:
-    """Write the verdict to ``out``; arguments as checked by :func:`dspark.ops.accept`.
-
-    Args:
-        config: how rows are cut; by default what :func:`row_config` says. It changes sums by their rounding only.
-
-    Raises:
-        ValueError: a tensor's layout or the workspace does not serve.
-    """
-    check_unit_stride("target_logits", target_logits)
-    check_devices(
-        target_logits.device,
-        tokens=tokens,
-        query_start=query_start,
-        position=position,
-        seed=sampling.seed,
-        q=q.logits if isinstance(q, DenseQ) else q.tokens if isinstance(q, SparseQ) else None,
-    )
+    """Launch the kernels of a chain's rule."""
     written = written_arguments(out, logprobs)
-    vocab_size = target_logits.shape[1]
-    plan = _plan_of(
-        rule,
-        position.shape[0],
-        max_query_len,
-        vocab_size,
-        q.logits.shape[-1] if isinstance(q, DenseQ) else vocab_size,
-        config,
-        q.tokens.shape[-1] if isinstance(q, SparseQ) else 1,
-    )
-    regions = scratch(plan.sizes, target_logits.device, workspace)
-    if plan.num_requests == 0:
-        return
-    rows = Rows(target_logits, contiguous_sampling(sampling), contiguous(position), contiguous(query_start))
-    read = read_arguments(rows, tokens) | {"stats_ptr": regions[0]}
-    if rule == "coupled" or rule == "match":
-        _accept_drawn(rows, plan, regions, read, written)
+    read_rows = LogitRows(target_logits, sampling, rows.position, rows.query_start)
+    read = read_arguments(read_rows, rows.tokens) | {"stats_ptr": regions[0]}
+    if plan.rule == "coupled" or plan.rule == "match":
+        _accept_drawn(read_rows, plan, regions, read, written)
     else:
-        _accept_ratio(rows, plan, regions, q, read, written)
+        _accept_ratio(read_rows, plan, regions, q, read, written)
 
 
 @cache
@@ -200,7 +180,7 @@ def _ratio_kernels() -> tuple[Any, Any, Any]:
 
 
 def _accept_drawn(
-    rows: Rows, plan: _Plan, regions: tuple[Tensor, ...], read: dict[str, Any], written: dict[str, Any]
+    rows: LogitRows, plan: _Plan, regions: tuple[Tensor, ...], read: dict[str, Any], written: dict[str, Any]
 ) -> None:
     """``coupled`` and ``match``."""
     method = gather_for_draw(rows, plan, regions, raw=written["RAW"])
@@ -211,7 +191,7 @@ def _accept_drawn(
 
 
 def _accept_ratio(
-    rows: Rows,
+    rows: LogitRows,
     plan: _Plan,
     regions: tuple[Tensor, ...],
     q: DraftDistribution | None,
@@ -245,8 +225,6 @@ def _accept_ratio(
 def _draft_arguments(q: DraftDistribution | None) -> dict[str, Any]:
     """What the kernels take of q; no draft at all is like a point mass."""
     if isinstance(q, SparseQ):
-        check_unit_stride("q.tokens", q.tokens)
-        check_unit_stride("q.logprobs", q.logprobs)
         return {
             "q_ptr": q.logprobs,
             "q_token_ptr": q.tokens,
@@ -258,7 +236,5 @@ def _draft_arguments(q: DraftDistribution | None) -> dict[str, Any]:
             "Q": "sparse",
         }
     dense = q if isinstance(q, DenseQ) else None
-    if dense is not None:
-        check_unit_stride("q.logits", dense.logits)
     kind = "point" if dense is None else "dense"
     return dense_arguments(dense) | {"stride_q_token_request": 0, "stride_q_token_row": 0, "Q": kind}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dspark.ops.accept.gather import Rows, Slots, draw, gather_statistics, slots_of
-from dspark.ops.launch import RowConfig, check_contiguous, contiguous, power_of_two, row_config
+from dspark.ops.launch import RowConfig, power_of_two, row_config
 from dspark.ops.types import DenseQ, Logprobs, Rule, Verdict
 
 
@@ -71,7 +71,7 @@ def read_arguments(rows: Rows, tokens: Tensor) -> dict[str, Any]:
     return {
         "logits_ptr": rows.logits,
         "stride_logits_row": rows.logits.stride(0),
-        "tokens_ptr": contiguous(tokens),
+        "tokens_ptr": tokens,
         "query_start_ptr": rows.query_start,
         "temperature_ptr": rows.sampling.temperature,
         "num_rows": rows.logits.shape[0],
@@ -79,13 +79,7 @@ def read_arguments(rows: Rows, tokens: Tensor) -> dict[str, Any]:
 
 
 def written_arguments(out: Verdict, logprobs: Logprobs) -> dict[str, Any]:
-    """What a verdict kernel takes of its outputs.
-
-    Raises:
-        ValueError: one is not contiguous.
-    """
-    for name in ("tokens", "num_emitted", "path", "logprobs", "status"):
-        check_contiguous(f"out.{name}", getattr(out, name))
+    """What a verdict kernel takes of its outputs."""
     return {
         "out_tokens_ptr": out.tokens,
         "out_path_ptr": out.path,
@@ -102,7 +96,7 @@ def dense_arguments(q: DenseQ | None) -> dict[str, Any]:
         return {"q_ptr": None, "q_token_ptr": None, "stride_q_request": 0, "stride_q_row": 0, "q_width": 0}
     return {
         "q_ptr": q.logits,
-        "q_token_ptr": None if q.draft_ids is None else contiguous(q.draft_ids),
+        "q_token_ptr": q.draft_ids,
         "stride_q_request": q.logits.stride(0),
         "stride_q_row": q.logits.stride(1),
         "q_width": q.logits.shape[-1],

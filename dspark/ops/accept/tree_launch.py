@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.ops.accept.gather import Rows, gather_draft_statistics, gather_statistics
+from dspark.ops.accept.gather import Rows as LogitRows
+from dspark.ops.accept.gather import gather_draft_statistics, gather_statistics
 from dspark.ops.accept.shared_launch import (
     AcceptPlan,
     dense_arguments,
@@ -22,20 +23,15 @@ from dspark.ops.accept.shared_launch import (
     read_arguments,
     written_arguments,
 )
+from dspark.ops.groups import num_words
 from dspark.ops.launch import (
     RowConfig,
-    check_devices,
-    check_unit_stride,
-    contiguous,
-    contiguous_sampling,
     launch,
     padded,
     requests_per_program,
-    scratch,
     verdict_warps,
 )
-from dspark.ops.tree_checks import num_words
-from dspark.ops.types import DenseQ, DraftDistribution, Logprobs, Rule, Sampling, Tree, Verdict
+from dspark.ops.types import DenseQ, Logprobs, Rows, Rule, Sampling, Tree, Verdict
 
 LINE, STATE, STEP = 4, 5, 2
 """Numbers per node, and per node and child, of ``dspark.kernels.accept.recursive_residual``."""
@@ -148,63 +144,48 @@ def workspace_bytes(
     return 4 * sum(plan_of(rule, num_requests, nodes, vocab_size, draft_vocab_size, config, children).sizes)
 
 
-def accept_tree_triton(
+def plan(
+    sizes: dict[str, int],
     target_logits: Tensor,
-    tokens: Tensor,
-    query_start: Tensor,
+    rows: Rows,
     rule: Rule,
     sampling: Sampling,
-    position: Tensor,
-    max_query_len: int,
-    q: DraftDistribution | None,
+    q: DenseQ | None,
     logprobs: Logprobs,
     tree: Tree,
-    max_branching: int,
+    max_branching: int | None,
     out: Verdict,
-    workspace: Tensor | None,
     config: RowConfig | None = None,
+) -> TreePlan:
+    """How the launches are cut; ``config`` changes sums by their rounding only."""
+    vocab_size = sizes["V"]
+    draft_vocab_size = sizes.get("Vd", vocab_size)
+    return plan_of(rule, sizes["R"], sizes["N"], vocab_size, draft_vocab_size, config, max_branching or 1)
+
+
+def run(
+    plan: TreePlan,
+    regions: tuple[Tensor, ...],
+    target_logits: Tensor,
+    rows: Rows,
+    rule: Rule,
+    sampling: Sampling,
+    q: DenseQ | None,
+    logprobs: Logprobs,
+    tree: Tree,
+    max_branching: int | None,
+    out: Verdict,
 ) -> None:
-    """Write the verdict to ``out``; arguments as checked by :func:`dspark.ops.accept`.
-
-    Args:
-        config: how rows are cut; by default what :func:`row_config` says. It changes sums by their rounding only.
-
-    Raises:
-        ValueError: a tensor's layout or the workspace does not serve.
-    """
-    check_unit_stride("target_logits", target_logits)
-    dense = q if isinstance(q, DenseQ) else None
-    check_devices(
-        target_logits.device,
-        tokens=tokens,
-        query_start=query_start,
-        position=position,
-        seed=sampling.seed,
-        tree=tree.parents,
-        q=None if dense is None else dense.logits,
-    )
+    """Launch the kernels of a tree's rule."""
     written = written_arguments(out, logprobs)
-    vocab_size = target_logits.shape[1]
-    draft_vocab_size = vocab_size if dense is None else dense.logits.shape[-1]
-    plan = plan_of(rule, position.shape[0], max_query_len, vocab_size, draft_vocab_size, config, max_branching)
-    regions = scratch(plan.sizes, target_logits.device, workspace)
-    if plan.num_requests == 0:
-        return
-    depth = contiguous(tree.depth)
-    rows = Rows(
-        target_logits, contiguous_sampling(sampling), contiguous(position), contiguous(query_start), depth=depth
-    )  # fmt: skip
-    read = read_arguments(rows, tokens)
-    shape = {
-        "parents_ptr": contiguous(tree.parents),
-        "ancestors_ptr": contiguous(tree.ancestors),
-        "depth_ptr": depth,
-    }
+    read_rows = LogitRows(target_logits, sampling, rows.position, rows.query_start, depth=tree.depth)
+    read = read_arguments(read_rows, rows.tokens)
+    shape = {"parents_ptr": tree.parents, "ancestors_ptr": tree.ancestors, "depth_ptr": tree.depth}
     written["stats_ptr"] = regions[0]
     if rule == "recursive":
-        _accept_recursive(rows, plan, regions, dense, read, shape, written)
+        _accept_recursive(read_rows, plan, regions, q, read, shape, written)
     else:
-        _accept_drawn(rows, plan, regions, read, shape, written)
+        _accept_drawn(read_rows, plan, regions, read, shape, written)
 
 
 @cache
@@ -223,7 +204,7 @@ def _recursive_kernels() -> tuple[Any, Any, Any, Any]:
 
 
 def _accept_drawn(
-    rows: Rows,
+    rows: LogitRows,
     plan: TreePlan,
     regions: tuple[Tensor, ...],
     read: dict[str, Any],
@@ -238,7 +219,7 @@ def _accept_drawn(
 
 
 def _accept_recursive(
-    rows: Rows,
+    rows: LogitRows,
     plan: TreePlan,
     regions: tuple[Tensor, ...],
     q: DenseQ | None,
@@ -253,7 +234,6 @@ def _accept_recursive(
     kept = threshold if rows.truncated else None
     gather_statistics(rows, plan.slots, planes, kept, noise=False, sums=True, sub_sums=sampled, raw=written["RAW"])
     if q is not None and plan.nodes > 1:
-        check_unit_stride("q.logits", q.logits)
         gather_draft_statistics(q.logits, read["query_start_ptr"], read["num_rows"], plan.draft_slots, draft_planes)
     lines, state, rejected = lines.view(torch.float64), state.view(torch.int32), rejected.view(torch.int32)
     record: dict[str, Any] = {"line_ptr": lines, "state_ptr": state}

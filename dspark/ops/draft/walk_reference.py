@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dspark.ops.draft.walk_tables import WalkTables
 from dspark.ops.philox import gumbel, gumbel_of
-from dspark.ops.sample import transform
+from dspark.ops.sample.reference import transform
 from dspark.ops.types import (
     ConfidenceHead,
     Draft,

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dspark.ops.launch import RowConfig, row_config, scratch, tiles_per_program
+from dspark.ops.launch import RowConfig, row_config, tiles_per_program
+from dspark.ops.op import OPS
 from dspark.ops.sample import sample, sample_workspace, statistics_launch, truncate
-from dspark.ops.sample.launch import plan_sample, plan_truncate, run_sample, run_truncate
 from dspark.ops.types import Sampling, Stream
 from tests.ops.chains import randn
 from tests.ops.helpers import make_sampling
@@ -37,16 +37,12 @@ def rows_of(
 
 
 def drawn(rows: tuple[Any, ...], config: RowConfig | None = TINY) -> Tensor:
-    out = torch.full(rows[0].shape[:1], -77)
-    plan = plan_sample({"T": len(out)}, *rows, out, config=config)
-    run_sample(plan, scratch(plan.sizes, out.device, None), *rows, out)
+    out: Tensor = OPS["sample"]("triton", *rows, torch.full(rows[0].shape[:1], -77), config=config)
     return out
 
 
 def thresholds(logits: Tensor, sampling: Sampling, config: RowConfig | None = TINY) -> Tensor:
-    out = torch.full((logits.shape[0],), NAN)
-    plan = plan_truncate({"T": len(out)}, logits, sampling, None, out, config=config)
-    run_truncate(plan, scratch(plan.sizes, out.device, None), logits, sampling, None, out)
+    out: Tensor = OPS["truncate"]("triton", logits, sampling, None, torch.full((len(logits),), NAN), config=config)
     return out
 
 
