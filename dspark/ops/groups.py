@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from dspark.ops.call import FLOAT8, FLOATS, GroupArg, ScalarArg, TensorArg
-from dspark.ops.types import PagedKV, Rows, Sampling
+from dspark.ops.call import FLOAT8, FLOATS, INTS, GroupArg, ScalarArg, TensorArg
+from dspark.ops.types import PagedKV, QueryBatch, Rows, Sampling
 
 CACHE_DTYPES = (*FLOATS, FLOAT8)
 
@@ -30,6 +30,21 @@ ROWS = GroupArg(
             "query_start": TensorArg("R+1", (torch.int64,), layout="dense"),
             "position": TensorArg("R", (torch.int64,), layout="dense"),
             "max_query_len": ScalarArg("SymInt", least=1, symbol="N"),
+        }
+    }
+)
+
+
+QUERY_BATCH = GroupArg(
+    {
+        QueryBatch: {
+            "query_start": TensorArg("R+1", INTS, layout="dense"),
+            "context_len": TensorArg("R", INTS, layout="dense"),
+            "block_table": TensorArg("R B", INTS, layout="rows"),
+            "positions": TensorArg("T", INTS, layout="dense"),
+            "slots": TensorArg("T", INTS),
+            "ancestors": TensorArg("T | T W", (torch.int64,), optional=True, layout="dense"),
+            "max_query_len": ScalarArg("SymInt", least=0, symbol="Q"),
         }
     }
 )

@@ -22,7 +22,7 @@ class Traffic:
         read, written: bytes of the lanes that were not masked off, of loads and stores; an atomic operation is both.
             What a cache would serve counts too.
         kernels: the kernels launched, in order.
-        arguments: bytes read and written by ``"kernel.argument"``.
+        arguments: bytes read and written by ``"kernel.argument"``, or ``"kernel.group.field"``.
         torch_ops: torch's own operations that were called meanwhile and would launch kernels too.
     """
 
@@ -92,7 +92,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._kernel = executor.fn.__name__
             self.traffic.kernels.append(self._kernel)
             named = dict(zip(executor.arg_names, args, strict=False)) | kwargs
-            self._ranges = [_range(name, value) for name, value in named.items() if isinstance(value, Tensor)]
+            self._ranges = [_range(*one) for name, value in named.items() for one in _tensors(name, value)]
             try:
                 original(executor, *args, **kwargs)
             finally:
@@ -142,6 +142,15 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         bytes_of = self.traffic.arguments.setdefault(f"{self._kernel}.{owner}", [0, 0])
         bytes_of[0] += count * read
         bytes_of[1] += count * written
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """A tensor, or those of a group, each with its name."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, tuple):
+        for key, inner in zip(getattr(value, "_fields", range(len(value))), value, strict=True):
+            yield from _tensors(f"{name}.{key}", inner)
 
 
 def _range(name: str, tensor: Tensor) -> tuple[int, int, str]:

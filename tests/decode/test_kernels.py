@@ -14,7 +14,7 @@ from tests.decode.pairs import narrow_pair
 
 pytestmark = pytest.mark.triton
 
-MODULES = ["dspark.ops.accept", "dspark.ops.attention", "dspark.ops.draft.tree", "dspark.ops.draft.walk"]
+MODULES = ["dspark.ops.accept", "dspark.ops.draft.tree", "dspark.ops.draft.walk"]
 """Where ops look their implementation up."""
 
 
@@ -31,8 +31,7 @@ def take_kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     for module in MODULES:
         monkeypatch.setattr(importlib.import_module(module), "resolve", resolve)
-    monkeypatch.setattr("dspark.models.cache.resolve", resolve)
-    monkeypatch.setattr(Op, "_choose", choose)
+    monkeypatch.setattr(Op, "choose", choose)
     return called
 
 

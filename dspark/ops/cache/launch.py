@@ -175,7 +175,7 @@ def plan_copy(
 
 def run(kernel: Kernel, _: Any, *arguments: Any) -> None:
     """The launch of each of them: its kernel's first arguments are the op's."""
-    kernel(*[_bytes(x) if isinstance(x, PagedKV) else x for x in arguments])
+    kernel(*[as_bytes(x) if isinstance(x, PagedKV) else x for x in arguments])
 
 
 def _config_of(kv: PagedKV) -> CacheConfig:
@@ -198,7 +198,7 @@ def _pages(kv: PagedKV) -> dict[str, Any]:
     }
 
 
-def _bytes(kv: PagedKV) -> PagedKV:
+def as_bytes(kv: PagedKV) -> PagedKV:
     """A cache as kernels take it: floats of 8 bits travel as bytes, as not every target has instructions for them."""
     if kv.k.dtype is not FLOAT8:
         return kv

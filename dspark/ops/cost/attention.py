@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dspark.ops.attention.config import AttentionConfig, attention_config, part_sizes
+from dspark.ops.attention.launch import AttentionConfig, attention_config, part_sizes
 from dspark.ops.cost.types import Cost
 
 _INDEX = 8  # bytes of a page number, a start, a length, an ancestor word
@@ -86,8 +86,14 @@ def attention_workspace_bytes(call: AttentionCall, config: AttentionConfig | Non
     >>> attention_workspace_bytes(AttentionCall(contexts=[131_072 - 1] * 256, lengths=[1] * 256)) / 1e6
     728.43264
     """
-    chunks = (config or _config(call)).chunks(call.capacity)
-    return 4 * sum(part_sizes(sum(call.lengths) + call.padding, call.num_heads, call.head_dim, chunks))
+    sizes = {
+        "T": sum(call.lengths) + call.padding,
+        "Hq": call.num_heads,
+        "D": call.head_dim,
+        "B": -(-call.capacity // call.page_size),
+        "S": call.page_size,
+    }
+    return 4 * sum(part_sizes(sizes, config or _config(call)))
 
 
 def _config(call: AttentionCall) -> AttentionConfig:

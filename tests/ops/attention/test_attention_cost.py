@@ -20,8 +20,8 @@ def test_each_key_is_read_once_per_128_lines(rows: int, times: int) -> None:
     with counted_traffic() as traffic:
         attention_case(call).run()
     tokens = times * (90 + rows) + 41
-    for side in ("k_ptr", "v_ptr"):
-        assert traffic.arguments[f"attention_kernel.{side}"] == [tokens * 8 * 2, 0]
+    for side in ("k", "v"):
+        assert traffic.arguments[f"attention_kernel.kv.{side}"] == [tokens * 8 * 2, 0]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
