@@ -135,7 +135,7 @@ def paged_attend(cache: PagedCache, batch: QueryBatch, windows: Sequence[int], *
         backend: of both ops.
 
     Raises:
-        ValueError, TypeError: tensors of ``batch`` do not fit each other, or the backend is not at hand.
+        ValueError: the backend is unknown or missing.
     """
     append, attend = AppendPlan(batch.slots, backend=backend), AttentionPlan(batch, backend=backend)
 

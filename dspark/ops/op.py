@@ -140,6 +140,8 @@ class Op:
         Raises:
             TypeError, ValueError: it is not as declared.
         """
+        if torch.compiler.is_compiling():  # shapes may be symbols, which are no key
+            return self._first(values)
         try:
             key = tuple([
                 (x.shape, x.dtype, x.stride(), x.device) if isinstance(x, Tensor) else x
@@ -242,7 +244,7 @@ class Op:
 
     def _traced(self, backend: Backend, values: Sequence[Any], workspace: Tensor | None) -> Any:
         """The call as a compiler sees it: the library's op, between allocations."""
-        call = self._first(values)
+        call = self.call_of(values)
         taken = self.choose(backend, call.device)
         given = (*values[: self._inputs], *self._allocated(call, values))
         getattr(torch.ops.dspark, self.name)(*self.flatten(taken, given, workspace))

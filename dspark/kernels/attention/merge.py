@@ -125,7 +125,7 @@ def merge_kernel(
             chunk_top = tl.load(parts.top + place, mask=mask_c, other=float("-inf"))
             chunk_total = tl.load(parts.total + place, mask=mask_c, other=0.0)
             mask_d = mask_c[:, None] & (offs_d < HEAD_DIM)
-            part = tl.load(parts.values + place[:, None] * HEAD_DIM + offs_d, mask=mask_d, other=0.0)
+            part = tl.load(parts.weighted + place[:, None] * HEAD_DIM + offs_d, mask=mask_d, other=0.0)
             before = top
             top = tl.maximum(top, tl.max(chunk_top, axis=0))
             base = finite_base(top)

@@ -272,7 +272,7 @@ def attention_kernel(
             tl.store(parts.total + first_place + place, total, mask=mask_m)
             offs_d = tl.arange(0, BLOCK_D)[None, :]
             mask_d = mask_m[:, None] & (offs_d < HEAD_DIM)
-            tl.store(parts.values + first_place * HEAD_DIM + place[:, None] * HEAD_DIM + offs_d, acc, mask=mask_d)
+            tl.store(parts.weighted + first_place * HEAD_DIM + place[:, None] * HEAD_DIM + offs_d, acc, mask=mask_d)
 
     if (block == 0) & (chunk == 0):
         follower = tl.where(request == num_requests - 1, num_rows, behind)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dspark.ops.attention import launch, reference
 from dspark.ops.attention.launch import Split
-from dspark.ops.call import FLOATS, ScalarArg, Signature, TensorArg
+from dspark.ops.call import FLOATS, ScalarArg, TensorArg
 from dspark.ops.groups import QUERY_BATCH, check_scales, pages
 from dspark.ops.op import Op
 from dspark.ops.types import Backend, PagedKV, QueryBatch
@@ -69,7 +69,6 @@ _VERIFY_ATTENTION = Op(
     empty="T Hq",
     workspace=True,
 )
-_BATCH = Signature({"batch": QUERY_BATCH})
 
 
 @overload
@@ -245,24 +244,30 @@ class AttentionPlan:
         backend: ``"auto"``, ``"triton"`` or ``"reference"``.
 
     Raises:
-        ValueError, TypeError: as :func:`verify_attention`, of the batch and the backend.
+        ValueError: the backend is unknown or missing.
     """
 
     def __init__(self, batch: QueryBatch, *, backend: Backend = "auto") -> None:
-        _BATCH.check((batch,))
         self._batch = batch
         self._backend: Backend = _VERIFY_ATTENTION.choose(backend, batch.positions.device)
+        self._calls_op = self._backend == "triton" or batch.positions.shape[0] == 0
         self._layouts: dict[tuple[int, ...], reference.AttentionLayout] = {}
 
     def run(self, q: Tensor, kv: PagedKV, *, window: int = 0) -> Tensor:
-        """``verify_attention(q, kv, batch, window=window)`` of one layer; the reference does not check its arguments.
+        """``verify_attention(q, kv, batch, window=window)`` of one layer; of the reference only the first is checked.
+
+        Raises:
+            ValueError, TypeError: as :func:`verify_attention`.
 
         Graph-safe.
         """
-        num_rows, num_heads, _ = q.shape
-        if self._backend == "triton" or num_rows == 0:
+        if self._calls_op:
             return verify_attention(q, kv, self._batch, window=window, backend=self._backend)
-        key = (num_heads, kv.k.shape[2], kv.page_size, window)
+        if not self._layouts:
+            options = (None, window, 0.0, None, False, "fixed", None, None)
+            _VERIFY_ATTENTION.call_of((q, kv, self._batch, *options, None, None))
+        (num_rows, num_heads, _), (_, page_size, kv_heads, _) = q.shape, kv.k.shape
+        key = (num_heads, kv_heads, page_size, window)
         layout = self._layouts.get(key)
         if layout is None:
             layout = self._layouts[key] = reference.attention_layout(self._batch, num_rows, *key)

@@ -143,12 +143,12 @@ class Parts(NamedTuple):
 
     Attributes:
         top, total: ``[T, Hq, chunks]`` float32, largest score in units of log 2, and divisor.
-        values: ``[T, Hq, chunks, D]`` float32, weighted values.
+        weighted: ``[T, Hq, chunks, D]`` float32, sum of weighted values.
     """
 
     top: Tensor
     total: Tensor
-    values: Tensor
+    weighted: Tensor
 
 
 class Batch(NamedTuple):
