@@ -7,13 +7,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dspark.ops.call import FLOAT8, FLOATS, GroupArg, ScalarArg, TensorArg
+from dspark.ops.call import FLOAT8, FLOATS, INTS, GroupArg, ScalarArg, TensorArg
 from dspark.ops.types import (
     DenseQ,
     GatedHead,
     MarkovHead,
     PagedKV,
     PointMass,
+    QueryBatch,
     RNNHead,
     Rows,
     Sampling,
@@ -97,6 +98,21 @@ VERDICT = GroupArg(
         }
     },
     optional=True,
+)
+
+
+QUERY_BATCH = GroupArg(
+    {
+        QueryBatch: {
+            "query_start": TensorArg("R+1", INTS, layout="dense"),
+            "context_len": TensorArg("R", INTS, layout="dense"),
+            "block_table": TensorArg("R B", INTS, layout="rows"),
+            "positions": TensorArg("T", INTS, layout="dense"),
+            "slots": TensorArg("T", INTS),
+            "ancestors": TensorArg("T | T W", (torch.int64,), optional=True, layout="dense"),
+            "max_query_len": ScalarArg("SymInt", least=0, symbol="Q"),
+        }
+    }
 )
 
 

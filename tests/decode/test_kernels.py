@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
-from torch import Tensor
 
 from dspark.decode import Decoder, SamplingParams, TreeShape
 from dspark.ops.op import Op
@@ -14,25 +11,16 @@ from tests.decode.pairs import narrow_pair
 
 pytestmark = pytest.mark.triton
 
-MODULES = ["dspark.ops.accept", "dspark.ops.attention"]
-"""Where ops look their implementation up."""
-
 
 def take_kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Let every op run its kernel; returns the set of those that do, as they are called."""
     called: set[str] = set()
 
-    def resolve(op: str, backend: str, tensor: Tensor) -> str:
-        called.add(op)
+    def choose(op: Op, backend: str, device: torch.device) -> str:
+        called.add(op.name)
         return "triton"
 
-    def choose(op: Op, backend: str, device: torch.device) -> str:
-        return resolve(op.name, backend, torch.empty(0))
-
-    for module in MODULES:
-        monkeypatch.setattr(importlib.import_module(module), "resolve", resolve)
-    monkeypatch.setattr("dspark.models.cache.resolve", resolve)
-    monkeypatch.setattr(Op, "_choose", choose)
+    monkeypatch.setattr(Op, "choose", choose)
     return called
 
 

@@ -11,6 +11,7 @@ from dspark.ops.launch import recorded_launches
 from dspark.ops.op import OPS
 from dspark.testing.guards import forbid_sync
 from tests.ops.accept import cases as accept
+from tests.ops.attention import cases as attention
 from tests.ops.cache import cases as cache
 from tests.ops.case import Case, Fault, faults, tensors_of
 from tests.ops.draft import cases as draft
@@ -18,7 +19,7 @@ from tests.ops.draft import tree_cases
 from tests.ops.sample import cases as sample
 from tests.ops.schedule import cases as schedule
 
-CASES = [case for family in (accept, cache, sample, schedule, draft, tree_cases) for case in family.SMALL]
+CASES = [case for family in (accept, attention, cache, sample, schedule, draft, tree_cases) for case in family.SMALL]
 REFERENCED = [*CASES, *tree_cases.REFERENCED]
 """And what only a reference does."""
 FAULTS = [

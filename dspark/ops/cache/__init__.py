@@ -117,6 +117,44 @@ def append_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor, *, backend: Back
     _APPEND_KV(backend, k, v, kv, slots)
 
 
+class AppendPlan:
+    """:func:`append_kv` of many layers to the same slots: the backend is chosen, and what the layers share is computed,
+    once.
+
+    Args:
+        slots: as in :func:`append_kv`.
+        backend: ``"auto"``, ``"triton"`` or ``"reference"``.
+
+    Raises:
+        ValueError: the backend is unknown or missing.
+    """
+
+    def __init__(self, slots: Tensor, *, backend: Backend = "auto") -> None:
+        self._slots = slots
+        self._backend: Backend = _APPEND_KV.choose(backend, slots.device)
+        self._calls_op = self._backend == "triton" or slots.shape[0] == 0
+        self._destinations: dict[int, reference.Destinations] = {}
+
+    def run(self, k: Tensor, v: Tensor, kv: PagedKV) -> None:
+        """``append_kv(k, v, kv, slots)`` of one layer; of the reference only the first is checked.
+
+        Raises:
+            ValueError, TypeError: as :func:`append_kv`.
+
+        Graph-safe.
+        """
+        if self._calls_op:
+            append_kv(k, v, kv, self._slots, backend=self._backend)
+            return
+        if not self._destinations:
+            _APPEND_KV.call_of((k, v, kv, self._slots))
+        page_size = kv.page_size
+        to = self._destinations.get(page_size)
+        if to is None:
+            to = self._destinations[page_size] = reference.destinations(self._slots, page_size)
+        reference.write(k, v, kv, to)
+
+
 def rope_append_kv(
     q: Tensor,
     k: Tensor,

@@ -175,14 +175,14 @@ def plan_copy(
 
 def run(kernel: Kernel, _: Any, *arguments: Any) -> None:
     """The launch of each but one of them: its kernel's first arguments are the op's."""
-    kernel(*[_bytes(x) if isinstance(x, PagedKV) else x for x in arguments])
+    kernel(*[as_bytes(x) if isinstance(x, PagedKV) else x for x in arguments])
 
 
 def run_commit(
     kernel: Kernel, _: Any, kv: PagedKV, path: Tensor, num_emitted: Tensor, rows: Rows, slots: Tensor
 ) -> None:
     """The launch of ``commit_kv``; of the rows it reads where each request's begin."""
-    kernel(_bytes(kv), path, num_emitted, rows.query_start, slots)
+    kernel(as_bytes(kv), path, num_emitted, rows.query_start, slots)
 
 
 def _config_of(kv: PagedKV) -> CacheConfig:
@@ -205,7 +205,7 @@ def _pages(kv: PagedKV) -> dict[str, Any]:
     }
 
 
-def _bytes(kv: PagedKV) -> PagedKV:
+def as_bytes(kv: PagedKV) -> PagedKV:
     """A cache as kernels take it: floats of 8 bits travel as bytes, as not every target has instructions for them."""
     if kv.k.dtype is not FLOAT8:
         return kv
