@@ -124,6 +124,11 @@ class Sampling(NamedTuple):
     all_greedy: bool = False
     any_truncation: bool = True
 
+    @property
+    def truncates(self) -> bool:
+        """Whether any row may be truncated."""
+        return self.any_truncation and not self.all_greedy
+
 
 class Processors(NamedTuple):
     """What changes a target's logits before sampling: penalties, banned tokens, masks. A field that is None is off.

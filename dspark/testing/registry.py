@@ -147,8 +147,8 @@ def entry_of_launch(
 
 
 _UNSPECIALISED = (
-    "num_rows", "num_slots", "num_requests", "num_lines", "slot", "nodes", "children", "max_rows", "num_columns",
-    "num_chunks", "stride_table_row", "first", "held", "first_row", "scored", "kept", "next_nodes",
+    "num_rows", "num_slots", "num_requests", "num_lines", "num_records", "slot", "nodes", "children", "max_rows",
+    "num_columns", "num_chunks", "stride_table_row", "first", "held", "first_row", "scored", "kept", "next_nodes",
 )  # fmt: skip
 """Arguments that change from call to call: the kernels ask Triton not to make a variant for each kind of value."""
 

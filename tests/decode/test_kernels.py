@@ -14,7 +14,7 @@ from tests.decode.pairs import narrow_pair
 
 pytestmark = pytest.mark.triton
 
-MODULES = ["dspark.ops.accept", "dspark.ops.attention", "dspark.ops.draft.tree", "dspark.ops.draft.walk"]
+MODULES = ["dspark.ops.attention", "dspark.ops.draft.tree", "dspark.ops.draft.walk"]
 """Where ops look their implementation up."""
 
 
@@ -40,8 +40,8 @@ def take_kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     ("rule", "tree", "ops"),
     [
         ("ratio", None, {"append_kv", "verify_attention", "draft_walk", "accept"}),
-        ("coupled", TreeShape(6, 3), {"append_kv", "commit_kv", "verify_attention", "draft_tree", "accept"}),
-        ("recursive", TreeShape(5, 2), {"append_kv", "commit_kv", "verify_attention", "draft_tree", "accept"}),
+        ("coupled", TreeShape(6, 3), {"append_kv", "commit_kv", "verify_attention", "draft_tree", "accept_tree"}),
+        ("recursive", TreeShape(5, 2), {"append_kv", "commit_kv", "verify_attention", "draft_tree", "accept_tree"}),
     ],
 )
 def test_rounds_on_the_kernels_are_those_on_the_references(

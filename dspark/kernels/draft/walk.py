@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from dspark.kernels.philox import gumbel, gumbel_of
-from dspark.kernels.sample.rows import NEGATIVE_INFINITY, inverse_temperature, is_good, plane
+from dspark.kernels.sample.rows import NEGATIVE_INFINITY, inverse_temperature, is_good
+from dspark.kernels.sample.rows import plane_at as plane
 
 INFINITY = tl.constexpr(float("inf"))
 LAST_TOKEN = tl.constexpr(0x7FFFFFFF)

@@ -17,7 +17,8 @@ from dspark.kernels.draft.walk import (
     sigmoid,
     unpacked,
 )
-from dspark.kernels.sample.rows import NEGATIVE_INFINITY, is_good, load_plane, plane
+from dspark.kernels.sample.rows import NEGATIVE_INFINITY, is_good, load_plane
+from dspark.kernels.sample.rows import plane_at as plane
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -26,8 +26,7 @@ from dspark.ops.launch import (
     power_of_two,
     scratch,
 )
-from dspark.ops.sample.launch import truncate_triton
-from dspark.ops.sample.statistics_launch import Rows
+from dspark.ops.sample.launch import plan_truncate, run_truncate
 from dspark.ops.types import Draft, GatedHead, RNNHead, Stream
 
 
@@ -168,8 +167,9 @@ class Walk:
             launch(walk_state_kernel, grid, self._state | self._states_of(slot) | {"slot": slot})
         launch(walk_step_kernel, plan.grid, self._step | {"slot": slot})
         if plan.truncated:
-            rows = Rows(self._raw, self.sampling, None)
-            truncate_triton(rows, self.threshold[: plan.requests], self.cut.view(torch.uint8))
+            given = self._raw, self.sampling, None, self.threshold[: plan.requests]
+            cut = plan_truncate({"T": plan.requests}, *given)
+            run_truncate(cut, self.cut.split_with_sizes(cut.sizes), *given)
             launch(walk_draw_kernel, (plan.num_tiles, plan.row_blocks), self._draw | {"slot": slot})
 
     @cached_property

@@ -66,14 +66,20 @@ def sample(
         return out
     if taken == "reference":
         return _into(out, sample_reference(logits, sampling, position, request, stream, salt))
-    from dspark.ops.sample.launch import sample_triton
-    from dspark.ops.sample.statistics_launch import Rows
+    from dspark.ops.launch import check_contiguous, check_unit_stride, scratch
+    from dspark.ops.sample.launch import plan_sample, run_sample
 
+    check_unit_stride("logits", logits)
+    if out is not None:
+        check_contiguous("out", out)
     out = position.new_empty(logits.shape[:1]) if out is None else out
     check_devices(logits.device, position=position, request=request, salt=salt, seed=sampling.seed)
     request, salt = (None if t is None else contiguous(t) for t in (request, salt))
-    rows = Rows(logits, contiguous_sampling(sampling), contiguous(position), None, request, salt, stream)
-    sample_triton(rows, out, workspace)
+    given = logits, contiguous_sampling(sampling), contiguous(position), request, stream, salt, out
+    plan = plan_sample({"T": logits.shape[0]}, *given)
+    regions = scratch(plan.sizes, logits.device, workspace)
+    if logits.shape[0]:
+        run_sample(plan, regions, *given)
     return out
 
 
@@ -157,13 +163,19 @@ def truncate(
         return out
     if taken == "reference":
         return _into(out, truncate_reference(logits, sampling, request))
-    from dspark.ops.sample.launch import truncate_triton
-    from dspark.ops.sample.statistics_launch import Rows
+    from dspark.ops.launch import check_contiguous, check_unit_stride, scratch
+    from dspark.ops.sample.launch import plan_truncate, run_truncate
 
+    check_unit_stride("logits", logits)
+    if out is not None:
+        check_contiguous("out", out)
     out = logits.new_empty(logits.shape[:1], dtype=torch.float32) if out is None else out
     check_devices(logits.device, request=request, seed=sampling.seed)
     request = None if request is None else contiguous(request)
-    truncate_triton(Rows(logits, contiguous_sampling(sampling), None, None, request), out, workspace)
+    given = logits, contiguous_sampling(sampling), request, out
+    plan = plan_truncate({"T": logits.shape[0]}, *given)
+    if logits.shape[0]:
+        run_truncate(plan, scratch(plan.sizes, logits.device, workspace), *given)
     return out
 
 
