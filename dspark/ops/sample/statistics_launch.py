@@ -23,7 +23,7 @@ from dspark.ops.launch import (
     row_config,
     tiles_per_program,
 )
-from dspark.ops.types import Stream, Tree
+from dspark.ops.types import Sampling, Stream
 
 _KEY_SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
@@ -43,16 +43,31 @@ class Statistics(NamedTuple):
 
 
 class KernelSampling(NamedTuple):
-    """:class:`~dspark.ops.Sampling` as kernels take it: the tensors, ``KernelSampling(*sampling[:5])``.
+    """:class:`~dspark.ops.Sampling` as kernels take it; what truncates is None for kernels that do not read it.
 
     What the flags say is a constant of a kernel.
     """
 
     temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
+    top_k: Tensor | None
+    top_p: Tensor | None
+    min_p: Tensor | None
     seed: Tensor
+
+
+def kernel_sampling(sampling: Sampling, truncates: bool) -> KernelSampling:
+    """The group of a call, for kernels that truncate or such as do not."""
+    if truncates:
+        return KernelSampling(*sampling[:5])
+    return KernelSampling(sampling.temperature, None, None, None, sampling.seed)
+
+
+class KernelTree(NamedTuple):
+    """:class:`~dspark.ops.Tree` as kernels take it: what they read."""
+
+    parents: Tensor
+    ancestors: Tensor
+    depth: Tensor
 
 
 class KernelRows(NamedTuple):
@@ -215,7 +230,7 @@ def gather_statistics(
     logits: Tensor,
     rows: KernelRows,
     sampling: KernelSampling | None = None,
-    tree: Tree | None = None,
+    tree: KernelTree | None = None,
     request: Tensor | None = None,
     salt: Tensor | None = None,
 ) -> Statistics:

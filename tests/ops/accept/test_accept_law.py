@@ -12,16 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dspark.ops.accept import RULES_OF_Q, accept
-from dspark.ops.accept import launch as accept_triton
-from dspark.ops.accept import shared_launch as accept_launch
+from dspark.ops.accept import launch as accept_launch
 from dspark.ops.accept.reference import block_verdict, ratio_verdict
 from dspark.ops.call import FLOATS
 from dspark.ops.launch import RowConfig
 from dspark.ops.op import OPS
 from dspark.ops.philox import uniform
-from dspark.ops.sample import sample
-from dspark.ops.sample import statistics_launch as statistics_triton
-from dspark.ops.sample.reference import inverse_cdf, transform
+from dspark.ops.sample import inverse_cdf, sample, statistics_launch, transform
 from dspark.ops.types import (
     Backend,
     DenseQ,
@@ -215,8 +212,8 @@ def wide_programs() -> Iterator[None]:
     """Thousands of requests per program: the interpreter takes as long for one row as for many."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(accept_launch, "row_config", lambda vocab_size: RowConfig(4096, 16, 16, 4))
-        patch.setattr(accept_triton, "requests_per_program", lambda nodes_p2, columns: 2048)
-        patch.setattr(statistics_triton, "draws_per_program", lambda columns: 4096)
+        patch.setattr(accept_launch, "requests_per_program", lambda nodes_p2, columns: 2048)
+        patch.setattr(statistics_launch, "draws_per_program", lambda columns: 4096)
         OPS["accept"]._calls.clear()
         yield
     OPS["accept"]._calls.clear()

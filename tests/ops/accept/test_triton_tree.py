@@ -102,6 +102,12 @@ def test_rejections_are_met_in_every_number() -> None:
     assert set(assert_agrees(arguments).path[:, 1].tolist()) == {-1, 1, 2, 3}
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_anchor_alone_needs_no_q(temperature: float) -> None:
+    arguments = tree_problem("recursive", make_sampling([temperature] * 2, seed=[3, 4]), nodes=1, vocab_size=20)
+    assert_agrees(arguments | {"q": None})
+
+
 def test_a_drafters_own_vocabulary() -> None:
     arguments = tree_problem("recursive", make_sampling([1.0, 0.7], seed=[3, 4]), vocab_size=20, seed=3)
     ids = torch.full((20,), -1, dtype=torch.int32)
