@@ -28,8 +28,8 @@ def take_kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     ("rule", "tree", "ops"),
     [
         ("ratio", None, {"append_kv", "verify_attention", "draft_walk", "accept"}),
-        ("coupled", TreeShape(6, 3), {"append_kv", "commit_kv", "verify_attention", "draft_tree", "accept"}),
-        ("recursive", TreeShape(5, 2), {"append_kv", "commit_kv", "verify_attention", "draft_tree", "accept"}),
+        ("coupled", TreeShape(6, 3), {"append_kv", "commit_kv", "verify_attention", "draft_tree", "accept_tree", "accept"}),
+        ("recursive", TreeShape(5, 2), {"append_kv", "commit_kv", "verify_attention", "draft_tree", "accept_tree", "accept"}),
     ],
 )
 def test_rounds_on_the_kernels_are_those_on_the_references(
