@@ -14,7 +14,7 @@ from dspark.models.pool import pages_for as pages_for
 from dspark.models.transformer import Attend
 from dspark.ops.attention import AttentionPlan
 from dspark.ops.cache import AppendPlan
-from dspark.ops.checks import check_shape
+from dspark.ops.call import check_shape
 from dspark.ops.types import Backend, PagedKV, QueryBatch
 
 

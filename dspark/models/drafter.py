@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dspark.models.cache import PagedCache, append_layers, paged_attend
 from dspark.models.draft_network import DSparkNetwork
-from dspark.ops.checks import check_shape
+from dspark.ops.call import check_shape
 from dspark.ops.draft import WalkTables, draft_tree, draft_walk
 from dspark.ops.types import Draft, QueryBatch, Rule, Sampling, Stream, TreeDraft
 
@@ -126,8 +126,8 @@ class DSparkDrafter:
         Raises:
             ValueError: shapes do not fit.
         """
-        sizes = {"m*h": self.network.fc.in_features}
-        check_shape("features", features, "T m*h", sizes)
+        sizes = {"F": self.network.fc.in_features}
+        check_shape("features", features, "T F", sizes)
         check_shape("batch.slots", batch.slots, "T", sizes)
         if sizes["T"] == 0:
             return
@@ -155,7 +155,7 @@ class DSparkDrafter:
             raise ValueError(f"batch.max_query_len must be in 1..{self.block_size} (block_size), got {rows}")
         sizes: dict[str, int] = {}
         check_shape("anchor", anchor, "R", sizes)
-        check_shape("batch.positions", batch.positions, "R*n", {"R*n": sizes["R"] * rows})
+        check_shape("batch.positions", batch.positions, "T", {"T": sizes["R"] * rows})
         masks = self._masks[:, : rows - 1].expand(sizes["R"], -1)
         token_ids = torch.cat([anchor.clamp(min=0)[:, None], masks], dim=1).flatten()  # [R, n] -> [R*n]
         attend = paged_attend(cache, batch, self.config.model.windows)

@@ -246,6 +246,21 @@ class Signature:
         return values
 
 
+def check_shape(name: str, tensor: Tensor, shape: str, sizes: dict[str, int]) -> None:
+    """Check one tensor outside of an op, and add the letters that are new to ``sizes``.
+
+    Raises:
+        TypeError: it is no tensor.
+        ValueError: the number of dimensions or a size differs.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f'{name}: expected a tensor "{shape}", got {_came(tensor)}')
+    _check_rank(name, TensorArg(shape, ()), tensor, tensor.ndim)
+    for dim, size in zip(shape.split(), tensor.shape, strict=True):
+        sizes.setdefault(dim, size)
+    _check_dims(name, shape.split(), tensor, sizes)
+
+
 def size_of(dim: str, sizes: Mapping[str, int]) -> int:
     """What a dimension comes to.
 

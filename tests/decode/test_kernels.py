@@ -11,6 +11,9 @@ from tests.decode.pairs import narrow_pair
 
 pytestmark = pytest.mark.triton
 
+OF_TREES = {"append_kv", "commit_kv", "verify_attention", "draft_tree", "accept_tree", "accept"}
+"""Ops of a round that drafts trees; the first token of a prompt is accepted as a chain's."""
+
 
 def take_kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Let every op run its kernel; returns the set of those that do, as they are called."""
@@ -28,8 +31,16 @@ def take_kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     ("rule", "tree", "ops"),
     [
         ("ratio", None, {"append_kv", "verify_attention", "draft_walk", "accept"}),
-        ("coupled", TreeShape(6, 3), {"append_kv", "commit_kv", "verify_attention", "draft_tree", "accept_tree", "accept"}),
-        ("recursive", TreeShape(5, 2), {"append_kv", "commit_kv", "verify_attention", "draft_tree", "accept_tree", "accept"}),
+        (
+            "coupled",
+            TreeShape(6, 3),
+            {"append_kv", "commit_kv", "verify_attention", "draft_tree", "accept_tree", "accept"},
+        ),
+        (
+            "recursive",
+            TreeShape(5, 2),
+            {"append_kv", "commit_kv", "verify_attention", "draft_tree", "accept_tree", "accept"},
+        ),
     ],
 )
 def test_rounds_on_the_kernels_are_those_on_the_references(

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from dspark.ops.launch import (
     DRAFT_PLANES,
-    LINE_FIELDS,
     Kernel,
     RowConfig,
     padded,
@@ -35,6 +34,9 @@ from dspark.ops.sample.statistics_launch import (
     statistics_sizes,
 )
 from dspark.ops.types import DenseQ, DraftDistribution, Logprobs, PointMass, Rows, Rule, Sampling, Verdict
+
+RECORD_FIELDS = 5
+"""Floats per record of ``dspark.kernels.accept.ratio``."""
 
 
 class KernelTarget(NamedTuple):
@@ -131,7 +133,7 @@ def _regions(
         return [*shared, padded(2 * lines)]
     records = lines if rule == "block" else num_requests
     mass = records * cut.tiles(vocab_size) * cut.subs
-    return [*shared, draft_planes(lines, draft_vocab_size, config), padded(records * LINE_FIELDS), padded(mass)]
+    return [*shared, draft_planes(lines, draft_vocab_size, config), padded(records * RECORD_FIELDS), padded(mass)]
 
 
 def draft_planes(lines: int, draft_vocab_size: int, config: RowConfig | None) -> int:
