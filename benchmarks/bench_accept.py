@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks import gpu_timing
 from benchmarks.setup import CONTEXT, DRAFTS, LARGE_VOCAB, ROWS, VOCAB, Benchmark, make_q, make_sampling
-from dspark.ops import DenseQ, Rule, Sampling, Verdict, accept
+from dspark.ops import DenseQ, Rows, Rule, Sampling, Verdict, accept
 from dspark.ops.launch import recorded_launches
 from dspark.testing import bounds
 
@@ -21,17 +22,21 @@ FLOPS_PER_LOGIT = 4
 """Scale, compare, exponentiate, add. Philox is integer work and is not counted."""
 
 
+def make_rows(tokens: Tensor) -> Rows:
+    """Rows of ``ROWS`` tokens for each request."""
+    requests, device = len(tokens) // ROWS, tokens.device
+    position = torch.full((requests,), CONTEXT, device=device)
+    return Rows(tokens, torch.arange(requests + 1, device=device) * ROWS, position, ROWS)
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_reference(benchmark: Benchmark, requests: int, sampling: Sampling, rule: Rule) -> None:
     verdict = benchmark(
         accept,
         torch.randn(requests * ROWS, VOCAB),
-        torch.randint(VOCAB, (requests * ROWS,)),
-        torch.arange(requests + 1) * ROWS,
+        make_rows(torch.randint(VOCAB, (requests * ROWS,))),
         rule=rule,
         sampling=sampling,
-        position=torch.full((requests,), CONTEXT),
-        max_query_len=ROWS,
         q=make_q(rule, requests),
         backend="reference",
     )
@@ -44,8 +49,7 @@ def test_host_overhead(benchmark: Benchmark, requests: int, rule: Rule) -> None:
     logits = torch.zeros(1, LARGE_VOCAB, dtype=torch.bfloat16).expand(requests * ROWS, LARGE_VOCAB)
     scores = torch.zeros(1, 1, LARGE_VOCAB, dtype=torch.bfloat16).expand(requests, DRAFTS, LARGE_VOCAB)
     q = DenseQ(scores) if rule in ("ratio", "block") else None
-    tokens, query_start = torch.zeros(requests * ROWS, dtype=torch.int64), torch.arange(requests + 1) * ROWS
-    sampling, position = make_sampling(requests, 1.0), torch.full((requests,), CONTEXT)
+    rows, sampling = make_rows(torch.zeros(requests * ROWS, dtype=torch.int64)), make_sampling(requests, 1.0)
 
     with recorded_launches() as launches:
 
@@ -53,12 +57,9 @@ def test_host_overhead(benchmark: Benchmark, requests: int, rule: Rule) -> None:
             launches.clear()
             return accept(
                 logits,
-                tokens,
-                query_start,
+                rows,
                 rule=rule,
                 sampling=sampling,
-                position=position,
-                max_query_len=ROWS,
                 q=q,
                 backend="triton",
             )
@@ -76,23 +77,18 @@ def test_device_time(benchmark: Any, num_requests: int, rule: Rule) -> None:
     call_bytes = num_rows * LARGE_VOCAB * 2
     copies = max(2, -(-ROTATING_BYTES // call_bytes))
     sampling = make_sampling(num_requests, 1.0, "cuda")
-    query_start = torch.arange(num_requests + 1, device="cuda") * ROWS
-    position = torch.full((num_requests,), CONTEXT, device="cuda")
 
     def make_call() -> Any:
         logits = torch.randn(num_rows, LARGE_VOCAB, device="cuda").bfloat16()
-        tokens = torch.randint(LARGE_VOCAB, (num_rows,), device="cuda")
+        rows = make_rows(torch.randint(LARGE_VOCAB, (num_rows,), device="cuda"))
         q = None
         if rule in ("ratio", "block"):
             q = DenseQ(torch.randn(num_requests, DRAFTS, LARGE_VOCAB, device="cuda").bfloat16())
         return lambda: accept(
             logits,
-            tokens,
-            query_start,
+            rows,
             rule=rule,
             sampling=sampling,
-            position=position,
-            max_query_len=ROWS,
             q=q,
             backend="triton",
         )

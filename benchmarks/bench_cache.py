@@ -12,7 +12,7 @@ from benchmarks import gpu_timing
 from benchmarks.setup import ROWS, Benchmark
 from dspark.models.block_table import BlockTables
 from dspark.models.pool import PagePool
-from dspark.ops import PagedKV, append_kv, commit_kv, copy_pages, rope_append_kv
+from dspark.ops import PagedKV, Rows, append_kv, commit_kv, copy_pages, rope_append_kv
 from dspark.ops.launch import recorded_launches
 from dspark.testing import bounds
 
@@ -50,9 +50,10 @@ def make_call(op: str, requests: int, device: str, layers: int = LAYERS) -> tupl
     nodes = list(range(ROWS)) if op.endswith("chains") else TREE_PATH
     path = torch.tensor([[*nodes, *[-1] * (ROWS - len(nodes))]] * requests, device=device)
     emitted = torch.full((requests,), len(nodes), device=device)
-    start = torch.arange(requests + 1, device=device) * ROWS
+    start, position = torch.arange(requests + 1, device=device) * ROWS, torch.zeros_like(emitted)
+    verified = Rows(torch.zeros(rows, dtype=torch.int64, device=device), start, position, path.shape[1])
     bound = bounds.commit_kv([nodes] * requests, **shape, layers=layers)
-    return lambda: commit_kv(stack, path, emitted, start, slots, backend="triton"), bound
+    return lambda: commit_kv(stack, path, emitted, verified, slots, backend="triton"), bound
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -77,8 +78,9 @@ def test_reference(benchmark: Benchmark, requests: int, op: str) -> None:
     slots = (torch.arange(requests)[:, None] * PAGE_SIZE + torch.arange(ROWS)).flatten()
     nodes = list(range(ROWS)) if op.endswith("chains") else TREE_PATH
     path, emitted = torch.tensor([nodes] * requests), torch.full((requests,), len(nodes))
-    start = torch.arange(requests + 1) * ROWS
-    benchmark(commit_kv, PagedKV(storage[:, 0], storage[:, 1]), path, emitted, start, slots)
+    start, tokens = torch.arange(requests + 1) * ROWS, torch.zeros(requests * ROWS, dtype=torch.int64)
+    rows = Rows(tokens, start, torch.zeros_like(emitted), len(nodes))
+    benchmark(commit_kv, PagedKV(storage[:, 0], storage[:, 1]), path, emitted, rows, slots)
 
 
 def test_admission_of_a_known_prompt(benchmark: Benchmark) -> None:

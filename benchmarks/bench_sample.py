@@ -9,10 +9,8 @@ import torch
 
 from benchmarks import gpu_timing
 from benchmarks.setup import CONTEXT, LARGE_VOCAB, ROWS, VOCAB, Benchmark, make_sampling
-from dspark.ops import Sampling, sample, truncate
+from dspark.ops import Processors, Rows, Sampling, process_logits, sample, truncate
 from dspark.ops.launch import recorded_launches
-from dspark.ops.sample.process import process_logits
-from dspark.ops.types import Processors
 from dspark.testing import bounds
 
 ROTATING_BYTES = 2**28
@@ -52,14 +50,13 @@ def test_process_host_overhead(benchmark: Benchmark, requests: int) -> None:
     processors = Processors(
         output_counts=torch.zeros(requests, VOCAB, dtype=torch.int32), repetition_penalty=torch.ones(requests)
     )
-    tokens, query_start = torch.zeros(num_rows, dtype=torch.int64), torch.arange(requests + 1) * ROWS
+    query_start, position = torch.arange(requests + 1) * ROWS, torch.full((requests,), CONTEXT)
+    rows = Rows(torch.zeros(num_rows, dtype=torch.int64), query_start, position, ROWS)
     with recorded_launches() as launches:
 
         def call() -> None:
             launches.clear()
-            process_logits(
-                logits, tokens, query_start, processors=processors, max_query_len=ROWS, out=logits, backend="triton"
-            )
+            process_logits(logits, rows, processors=processors, out=logits, backend="triton")
 
         call()  # the first one imports the kernels
         benchmark(call)
@@ -93,6 +90,7 @@ def test_process_device_time(benchmark: Any, num_requests: int, penalties: bool)
     num_rows = num_requests * ROWS
     tokens = torch.randint(LARGE_VOCAB, (num_rows,), device="cuda")
     query_start = torch.arange(num_requests + 1, device="cuda") * ROWS
+    rows = Rows(tokens, query_start, torch.full((num_requests,), CONTEXT, device="cuda"), ROWS)
     banned = torch.randint(LARGE_VOCAB, (num_requests, 4), device="cuda")
     bound = bounds.process_logits(num_rows, LARGE_VOCAB, requests=num_requests, counts=penalties)
 
@@ -103,9 +101,7 @@ def test_process_device_time(benchmark: Any, num_requests: int, penalties: bool)
             counts = torch.zeros(num_requests, LARGE_VOCAB, dtype=torch.int32, device="cuda")
             number = torch.full((num_requests,), 0.1, device="cuda")
             processors = processors._replace(output_counts=counts, frequency_penalty=number)
-        return lambda: process_logits(
-            logits, tokens, query_start, processors=processors, max_query_len=ROWS, backend="triton"
-        )
+        return lambda: process_logits(logits, rows, processors=processors, backend="triton")
 
     calls = [make_call() for _ in range(max(2, -(-ROTATING_BYTES // bound)))]
     _measure(benchmark, calls, bound, num_rows * LARGE_VOCAB, R=num_requests, penalties=penalties)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks import gpu_timing
 from benchmarks.setup import CONTEXT, DRAFTS, LARGE_VOCAB, RANK, VOCAB, Benchmark, make_sampling
-from dspark.ops import DenseQ, MarkovHead, Rule, Sampling, Tree, TreeDraft, Verdict, accept, draft_tree
+from dspark.ops import DenseQ, MarkovHead, Rows, Rule, Sampling, Tree, TreeDraft, Verdict, accept, draft_tree
 from dspark.ops.draft.tree_launch import levels_of
 from dspark.ops.launch import recorded_launches
 from dspark.testing import bounds
@@ -50,12 +50,9 @@ def test_accept_reference(benchmark: Benchmark, requests: int, sampling: Samplin
     verdict = benchmark(
         accept,
         torch.randn(requests * NODES, VOCAB),
-        tree.tokens.flatten(),
-        torch.arange(requests + 1) * NODES,
+        Rows(tree.tokens.flatten(), torch.arange(requests + 1) * NODES, torch.full((requests,), CONTEXT), NODES),
         rule=rule,
         sampling=sampling,
-        position=torch.full((requests,), CONTEXT),
-        max_query_len=NODES,
         q=q,
         tree=tree,
         max_branching=BRANCHING if rule == "recursive" else None,
@@ -139,7 +136,7 @@ def test_accept_host_overhead(benchmark: Benchmark, requests: int, rule: Rule) -
     recursive = rule == "recursive"
     sampling, position = make_sampling(requests, 1.0), torch.full((requests,), CONTEXT)
     tree, _ = make_tree(requests, sampling, rule)
-    tokens, query_start = tree.tokens.flatten(), torch.arange(requests + 1) * NODES
+    rows = Rows(tree.tokens.flatten(), torch.arange(requests + 1) * NODES, position, NODES)
 
     with recorded_launches() as launches:
 
@@ -147,12 +144,9 @@ def test_accept_host_overhead(benchmark: Benchmark, requests: int, rule: Rule) -
             launches.clear()
             return accept(
                 logits,
-                tokens,
-                query_start,
+                rows,
                 rule=rule,
                 sampling=sampling,
-                position=position,
-                max_query_len=NODES,
                 q=DenseQ(scores) if recursive else None,
                 tree=tree,
                 max_branching=BRANCHING if recursive else None,

@@ -24,7 +24,7 @@ from dspark.ops import (
     draft_walk_certified,
 )
 from dspark.ops.draft.certified_reference import certified_steps
-from dspark.ops.draft.walk_inputs import WalkInputs
+from dspark.ops.draft.walk_reference import WalkInputs
 from dspark.ops.launch import recorded_launches
 from dspark.testing import bounds
 

@@ -21,7 +21,7 @@ from dspark.models.loading import load_drafter, load_target
 from dspark.models.tiny import held_out_prompts, load_tokenizer, tiny_pair
 from dspark.ops import BiasTable, MarkovHead, Stream, build_bias_table
 from dspark.ops.draft.certified_reference import certified_steps
-from dspark.ops.draft.walk_inputs import WalkInputs
+from dspark.ops.draft.walk_reference import WalkInputs
 from dspark.policy.output import markdown_table
 from dspark.requests import SamplingParams
 

@@ -21,6 +21,7 @@ from dspark.ops import (
     PagedKV,
     Processors,
     QueryBatch,
+    Rows,
     Rule,
     Stream,
     Tree,
@@ -60,20 +61,10 @@ def make_calls() -> dict[str, Call]:
 def rows_of_logits() -> dict[str, Call]:
     """The ops that read a target's logits."""
     logits = bfloat16(NUM_ROWS, LARGE_VOCAB)
-    tokens = torch.zeros(NUM_ROWS, dtype=torch.int64)
-    query_start = torch.arange(REQUESTS + 1) * ROWS
     sampling, position = make_sampling(REQUESTS, 1.0), torch.full((REQUESTS,), CONTEXT)
+    rows = Rows(torch.zeros(NUM_ROWS, dtype=torch.int64), torch.arange(REQUESTS + 1) * ROWS, position, ROWS)
     q = DenseQ(bfloat16(REQUESTS, DRAFTS, LARGE_VOCAB))
-    chain = partial(
-        accept,
-        logits,
-        tokens,
-        query_start,
-        sampling=sampling,
-        position=position,
-        max_query_len=ROWS,
-        backend="triton",
-    )
+    chain = partial(accept, logits, rows, sampling=sampling, backend="triton")
     on_chains: tuple[tuple[Rule, DenseQ | None], ...] = (("coupled", None), ("match", None), ("ratio", q), ("block", q))
     calls: dict[str, Call] = {f"accept {rule}": partial(chain, rule=rule, q=own) for rule, own in on_chains}
 
@@ -88,11 +79,8 @@ def rows_of_logits() -> dict[str, Call]:
     trees = partial(
         accept,
         bfloat16(REQUESTS * NODES, LARGE_VOCAB),
-        tree.tokens.flatten(),
-        torch.arange(REQUESTS + 1) * NODES,
+        Rows(tree.tokens.flatten(), torch.arange(REQUESTS + 1) * NODES, position, NODES),
         sampling=sampling,
-        position=position,
-        max_query_len=NODES,
         tree=tree,
         backend="triton",
     )
@@ -109,10 +97,8 @@ def rows_of_logits() -> dict[str, Call]:
     calls["process_logits"] = partial(
         process_logits,
         logits,
-        tokens,
-        query_start,
+        rows,
         processors=processors,
-        max_query_len=ROWS,
         out=torch.empty(NUM_ROWS, LARGE_VOCAB),
         backend="triton",
     )
@@ -175,6 +161,7 @@ def cache() -> dict[str, Call]:
     )
     q, k, v = bfloat16(NUM_ROWS, QUERY_HEADS + 2 * KV_HEADS, HEAD_DIM).split([QUERY_HEADS, KV_HEADS, KV_HEADS], dim=1)
     angle, weight = bfloat16(NUM_ROWS, 1, HEAD_DIM), bfloat16(HEAD_DIM)
+    rows = Rows(torch.zeros(NUM_ROWS, dtype=torch.int64), batch.query_start, batch.context_len, ROWS)
     path, emitted = torch.arange(ROWS).repeat(REQUESTS, 1), torch.full((REQUESTS,), ROWS)
     source = torch.arange(REQUESTS)
     return {
@@ -190,6 +177,6 @@ def cache() -> dict[str, Call]:
             eps=1e-6,
             backend="triton",
         ),
-        "commit_kv": partial(commit_kv, stack, path, emitted, batch.query_start, batch.slots, backend="triton"),
+        "commit_kv": partial(commit_kv, stack, path, emitted, rows, batch.slots, backend="triton"),
         "copy_pages": partial(copy_pages, stack, source, source + REQUESTS, backend="triton"),
     }

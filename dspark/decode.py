@@ -21,8 +21,7 @@ from dspark.models.pool import PagePool
 from dspark.models.target import Target
 from dspark.ops.accept import RULES_OF_Q, accept
 from dspark.ops.cache import commit_kv
-from dspark.ops.tree_checks import RULES_OF_TREES
-from dspark.ops.types import DenseQ, QueryBatch, Rule, Status, Tree, Verdict
+from dspark.ops.types import RULES_OF_TREES, DenseQ, QueryBatch, Rows, Rule, Status, Tree, Verdict
 from dspark.policy.fixed import FixedK
 from dspark.policy.gated import DraftGate
 from dspark.policy.oracle import Oracle
@@ -190,7 +189,7 @@ class Decoder:
         last = rows.query_start[1:] - 1
         one_each = torch.arange(len(requests) + 1, device=self.target.device)
         # The last prompt token is the anchor of what follows.
-        verdict = self._accept(batch, hidden[last], tokens[last], one_each, 1)
+        verdict = self._accept(batch, hidden[last], Rows(tokens[last], one_each, batch.context_len, 1))
         return self._record(requests, verdict)
 
     @torch.inference_mode()
@@ -203,10 +202,11 @@ class Decoder:
         tokens, rows, tree = proposal.verified(rows)
 
         hidden, features = self.target.forward(tokens, rows, self._cache, self._feature_layers)
-        verdict = self._accept(batch, hidden, tokens, rows.query_start, rows.max_query_len, proposal.q, tree)
+        verified = Rows(tokens, rows.query_start, context_len, rows.max_query_len)
+        verdict = self._accept(batch, hidden, verified, proposal.q, tree)
 
         if tree is not None:
-            commit_kv(self._cache.stacked, verdict.path, verdict.num_emitted, rows.query_start, rows.slots)
+            commit_kv(self._cache.stacked, verdict.path, verdict.num_emitted, verified, rows.slots)
         if self._context is not None:
             self._context.extend(features, rows._replace(slots=_committed_slots(verdict, rows)))
         accepted = (verdict.num_emitted - 1).clamp(min=0)
@@ -263,30 +263,20 @@ class Decoder:
         return lengths
 
     def _accept(
-        self,
-        batch: Batch,
-        hidden: Tensor,
-        tokens: Tensor,
-        query_start: Tensor,
-        width: int,
-        q: DenseQ | None = None,
-        tree: Tree | None = None,
+        self, batch: Batch, hidden: Tensor, rows: Rows, q: DenseQ | None = None, tree: Tree | None = None
     ) -> Verdict:
         logits = self.target.logits(hidden)
         processing = batch.processing
         verdict = accept(
-            logits if processing is None else processing.apply(logits, tokens, query_start, width),
-            tokens,
-            query_start,
+            logits if processing is None else processing.apply(logits, rows),
+            rows,
             rule=self.rule,
             sampling=batch.sampling,
-            position=batch.context_len,
-            max_query_len=width,
             q=q,
             tree=tree,
             max_branching=self.tree.branching if tree is not None and self.tree and q is not None else None,
         )
-        return verdict if processing is None else processing.commit(verdict, logits, query_start)
+        return verdict if processing is None else processing.commit(verdict, logits, rows.query_start)
 
     # Host bookkeeping
 

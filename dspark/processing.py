@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dspark.ops.sample.process import count_tokens, process_logits
-from dspark.ops.types import Processors, Verdict
+from dspark.ops.sample import count_tokens, process_logits
+from dspark.ops.types import Processors, Rows, Verdict
 from dspark.requests import Request
 
 
@@ -66,13 +66,13 @@ class Processing:
         """The processors of these requests; None when none of them asks for any."""
         return cls(requests, vocab_size, device) if any(r.params.processes for r in requests) else None
 
-    def apply(self, logits: Tensor, tokens: Tensor, query_start: Tensor, max_query_len: int) -> Tensor:
+    def apply(self, logits: Tensor, rows: Rows) -> Tensor:
         """The processed scores ``[T, V]`` float32 of a verify batch; arguments as :func:`process_logits` has them."""
         processors = self._processors
         if any(request.params.allowed_tokens is not None for request in self._requests):
-            mask = self._allowed_mask(tokens.tolist(), query_start.tolist()).to(logits.device)
+            mask = self._allowed_mask(rows.tokens.tolist(), rows.query_start.tolist()).to(logits.device)
             processors = processors._replace(allowed_mask=mask)
-        return process_logits(logits, tokens, query_start, processors=processors, max_query_len=max_query_len)
+        return process_logits(logits, rows, processors=processors)
 
     def commit(self, verdict: Verdict, logits: Tensor, query_start: Tensor) -> Verdict:
         """Take note of what was emitted.

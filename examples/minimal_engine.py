@@ -147,12 +147,9 @@ class Engine:
         )
         verdict = ops.accept(
             self.target.logits(hidden),
-            tokens,
-            rows.query_start,
+            ops.Rows(tokens, rows.query_start, self.context_len, 1 + block),
             rule="coupled",
             sampling=self.sampling,
-            position=self.context_len,
-            max_query_len=1 + block,
         )
         # Rejected rows need no roll-back: what comes next overwrites them before anything can see them.
         self.extend(features, rows, torch.where(node < verdict.num_emitted[lane], rows.slots, -1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import inspect
 import json
 import platform
 from typing import Annotated, Any
@@ -27,6 +26,8 @@ def report() -> dict[str, Any]:
     import torch
 
     import dspark
+    from dspark import ops
+    from dspark.ops.op import OPS
 
     return {
         "dspark": dspark.__version__,
@@ -36,7 +37,9 @@ def report() -> dict[str, Any]:
         "triton": installed("triton"),
         "devices": devices(),
         "extras": {extra: {name: installed(name) for name in names} for extra, names in EXTRAS.items()},
-        "ops": {name: {device: backend(name, device) for device in ("cpu", "cuda")} for name in op_names()},
+        "ops": {
+            name: {device: backend(name, device) for device in ("cpu", "cuda")} for name in ops.__all__ if name in OPS
+        },
     }
 
 
@@ -59,23 +62,13 @@ def devices() -> list[str]:
     return found
 
 
-def op_names() -> list[str]:
-    """The public ops: the functions that ``dspark.ops`` exports and that take a backend."""
-    from dspark import ops
-
-    functions = {name: getattr(ops, name) for name in ops.__all__ if inspect.isfunction(getattr(ops, name))}
-    return [name for name, function in functions.items() if "backend" in inspect.signature(function).parameters]
-
-
 def backend(op: str, device: str) -> str:
     """What ``backend="auto"`` means for ``op`` on a device type, whether or not this machine has such a device."""
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from dspark.ops.backend import resolve
+    from dspark.ops.op import OPS
 
-    with FakeTensorMode():
-        return resolve(op, "auto", torch.empty(0, device=device))
+    return OPS[op].choose("auto", torch.device(device))
 
 
 def _table(found: dict[str, Any]) -> Table:

@@ -10,7 +10,7 @@ from torch import Tensor
 from dspark.models.cache import pages_for, query_batch
 from dspark.models.target import Target
 from dspark.ops.philox import gumbel
-from dspark.ops.sample import transform
+from dspark.ops.sample.reference import transform
 from dspark.ops.types import Stream
 from dspark.requests import Completion, SamplingParams, batch_sampling
 from dspark.testing.statistics import probability_integral, uniformity_p_value

@@ -19,8 +19,7 @@ from dspark.models.drafter import DSparkDrafter
 from dspark.models.loading import load_drafter, load_target
 from dspark.models.target import Target
 from dspark.models.tiny import TINY_DRAFTER, TINY_TARGET, Prompt, held_out_prompts, load_tokenizer
-from dspark.ops.tree_checks import RULES_OF_TREES
-from dspark.ops.types import Rule
+from dspark.ops.types import RULES_OF_TREES, Rule
 from dspark.policy import (
     Bandit,
     ConfidenceScheduled,

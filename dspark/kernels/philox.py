@@ -5,8 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-MAX_GUMBEL = tl.constexpr(22.2)
-"""No Gumbel value of 32 bits is larger."""
+
+@triton.constexpr_function
+def stream(name):
+    """The number of a :class:`dspark.ops.Stream`."""
+    return {"target": 0, "draft": 1, "accept": 2, "residual": 3}[name]
 
 
 @triton.jit

@@ -12,12 +12,9 @@ from dspark.models.config import ModelConfig
 from dspark.models.pool import PagePool as PagePool
 from dspark.models.pool import pages_for as pages_for
 from dspark.models.transformer import Attend
-from dspark.ops.attention import verify_attention
-from dspark.ops.attention.reference import AttentionLayout, attend, attention_layout
-from dspark.ops.backend import resolve
-from dspark.ops.cache import append_kv
-from dspark.ops.cache.reference import destinations, write
-from dspark.ops.checks import check_shape
+from dspark.ops.attention import AttentionPlan
+from dspark.ops.cache import AppendPlan
+from dspark.ops.call import check_shape
 from dspark.ops.types import Backend, PagedKV, QueryBatch
 
 
@@ -120,24 +117,16 @@ def query_batch(
 def append_layers(
     cache: PagedCache, keys_values: Sequence[tuple[Tensor, Tensor]], slots: Tensor, *, backend: Backend = "auto"
 ) -> None:
-    """Write keys and values ``[T, Hkv, D]`` of every layer to their slots ``[T]``, as ``append_kv`` does; ``T >= 1``.
-
-    Of the reference, what depends on the slots alone is computed once.
-    """
-    if resolve("append_kv", backend, cache.layers[0].k) == "triton":
-        for kv, (k, v) in zip(cache.layers, keys_values, strict=True):
-            append_kv(k, v, kv, slots, backend="triton")
-        return
-    to = destinations(slots, cache.page_size)
+    """Write keys and values ``[T, Hkv, D]`` of every layer to their slots ``[T]``, as ``append_kv`` does."""
+    append = AppendPlan(slots, backend=backend)
     for kv, (k, v) in zip(cache.layers, keys_values, strict=True):
-        write(k, v, kv, to)
+        append.run(k, v, kv)
 
 
 def paged_attend(cache: PagedCache, batch: QueryBatch, windows: Sequence[int], *, backend: Backend = "auto") -> Attend:
     """Attention of ``batch``'s rows over ``cache``: store their keys and values, then attend to all they see.
 
-    Each layer is ``append_kv`` and ``verify_attention``; of the references, what depends on the batch alone is computed
-    once.
+    Each layer is ``append_kv`` and ``verify_attention``; what depends on the batch alone is computed once.
 
     Args:
         cache: written in place.
@@ -146,33 +135,13 @@ def paged_attend(cache: PagedCache, batch: QueryBatch, windows: Sequence[int], *
         backend: of both ops.
 
     Raises:
-        ValueError: shapes of ``batch`` do not fit each other, or the backend is not at hand.
+        ValueError: the backend is unknown or missing.
     """
-    sizes: dict[str, int] = {}
-    check_shape("batch.context_len", batch.context_len, "R", sizes)
-    check_shape("batch.query_start", batch.query_start, "R+1", sizes)
-    check_shape("batch.block_table", batch.block_table, "R B", sizes)
-    check_shape("batch.positions", batch.positions, "T", sizes)
-    check_shape("batch.slots", batch.slots, "T", sizes)
-    num_rows = sizes["T"]
-    if num_rows == 0:
-        return lambda layer, q, k, v: q
-    if resolve("verify_attention", backend, cache.layers[0].k) == "triton":
-
-        def launch_layer(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            kv = cache.layers[layer]
-            append_kv(k, v, kv, batch.slots, backend="triton")
-            return verify_attention(q, kv, batch, window=windows[layer], backend="triton")
-
-        return launch_layer
-    to = destinations(batch.slots, cache.page_size)
-    layouts: dict[int, AttentionLayout] = {}  # by window
+    append, attend = AppendPlan(batch.slots, backend=backend), AttentionPlan(batch, backend=backend)
 
     def attend_layer(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kv, window = cache.layers[layer], windows[layer]
-        write(k, v, kv, to)
-        if window not in layouts:
-            layouts[window] = attention_layout(batch, num_rows, q.shape[1], k.shape[1], cache.page_size, window)
-        return attend(q, kv, layouts[window])[0]
+        kv = cache.layers[layer]
+        append.run(k, v, kv)
+        return attend.run(q, kv, window=windows[layer])
 
     return attend_layer

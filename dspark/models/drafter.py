@@ -9,9 +9,8 @@ from torch import Tensor
 
 from dspark.models.cache import PagedCache, append_layers, paged_attend
 from dspark.models.draft_network import DSparkNetwork
-from dspark.ops.checks import check_shape
-from dspark.ops.draft.tree import draft_tree
-from dspark.ops.draft.walk import draft_walk
+from dspark.ops.call import check_shape
+from dspark.ops.draft import draft_tree, draft_walk
 from dspark.ops.types import Draft, QueryBatch, Rule, Sampling, Stream, TreeDraft
 
 if TYPE_CHECKING:
@@ -149,8 +148,8 @@ class DSparkDrafter:
     @torch.no_grad()
     def extend(self, features: Tensor, batch: QueryBatch, cache: PagedCache) -> None:
         """Write the keys and values that the target's features inject (eq. 2 and 3)."""
-        sizes = {"m*h": self.network.fc.in_features}
-        check_shape("features", features, "T m*h", sizes)
+        sizes = {"F": self.network.fc.in_features}
+        check_shape("features", features, "T F", sizes)
         check_shape("batch.slots", batch.slots, "T", sizes)
         if sizes["T"] == 0:
             return
@@ -172,7 +171,7 @@ class DSparkDrafter:
             raise ValueError(f"batch.max_query_len must be in 1..{self.block_size} (block_size), got {rows}")
         sizes: dict[str, int] = {}
         check_shape("anchor", anchor, "R", sizes)
-        check_shape("batch.positions", batch.positions, "R*n", {"R*n": sizes["R"] * rows})
+        check_shape("batch.positions", batch.positions, "T", {"T": sizes["R"] * rows})
         masks = self._masks[:, : rows - 1].expand(sizes["R"], -1)
         token_ids = torch.cat([anchor.clamp(min=0)[:, None], masks], dim=1).flatten()  # [R, n] -> [R*n]
         attend = paged_attend(cache, batch, self.config.model.windows)

@@ -10,7 +10,7 @@ from torch import Tensor
 from dspark.models.cache import PagedCache, paged_attend
 from dspark.models.config import ModelConfig
 from dspark.models.transformer import CausalLM
-from dspark.ops.checks import check_shape
+from dspark.ops.call import check_shape
 from dspark.ops.types import QueryBatch
 
 

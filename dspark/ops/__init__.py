@@ -3,13 +3,20 @@
 from dspark.ops.accept import accept, accept_workspace
 from dspark.ops.attention import attention_workspace, verify_attention
 from dspark.ops.cache import append_kv, commit_kv, copy_pages, rope_append_kv
-from dspark.ops.draft.certified import CertifiedDraft, draft_walk_certified
-from dspark.ops.draft.certified_table import BiasTable, build_bias_table, cached_bias_table
-from dspark.ops.draft.tree import draft_tree, draft_tree_workspace
-from dspark.ops.draft.walk import draft_walk, draft_walk_workspace
-from dspark.ops.draft.walk_inputs import DraftVocabulary, WalkTables, build_walk_tables
-from dspark.ops.sample import sample, sample_workspace, truncate
-from dspark.ops.sample.process import count_tokens, process_logits
+from dspark.ops.draft import (
+    BiasTable,
+    CertifiedDraft,
+    WalkTables,
+    build_bias_table,
+    build_walk_tables,
+    cached_bias_table,
+    draft_tree,
+    draft_tree_workspace,
+    draft_walk,
+    draft_walk_certified,
+    draft_walk_workspace,
+)
+from dspark.ops.sample import count_tokens, process_logits, sample, sample_workspace, truncate
 from dspark.ops.schedule import schedule_prefix, schedule_workspace
 from dspark.ops.types import (
     Backend,
@@ -17,6 +24,7 @@ from dspark.ops.types import (
     DenseQ,
     Draft,
     DraftDistribution,
+    DraftVocabulary,
     GatedHead,
     Logprobs,
     MarkovHead,
@@ -25,6 +33,7 @@ from dspark.ops.types import (
     Processors,
     QueryBatch,
     RNNHead,
+    Rows,
     Rule,
     Sampling,
     SequentialHead,
@@ -53,6 +62,7 @@ __all__ = [
     "Processors",
     "QueryBatch",
     "RNNHead",
+    "Rows",
     "Rule",
     "Sampling",
     "SequentialHead",

@@ -239,11 +239,26 @@ class Signature:
             by_name = {kind.__name__: kind for kind in spec.kinds}
             kind = by_name.get(next(rest)) if len(by_name) > 1 else next(iter(spec.kinds))
             given = {key: next(rest) for key in spec.fields}
-            if kind is None or (len(by_name) == 1 and all(value is None for value in given.values())):
+            if kind is None or (len(by_name) == 1 and spec.optional and all(value is None for value in given.values())):
                 values.append(None)
             else:
                 values.append(kind(**{key: given[key] for key in spec.kinds[kind]}))
         return values
+
+
+def check_shape(name: str, tensor: Tensor, shape: str, sizes: dict[str, int]) -> None:
+    """Check one tensor outside of an op, and add the letters that are new to ``sizes``.
+
+    Raises:
+        TypeError: it is no tensor.
+        ValueError: the number of dimensions or a size differs.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f'{name}: expected a tensor "{shape}", got {_came(tensor)}')
+    _check_rank(name, TensorArg(shape, ()), tensor, tensor.ndim)
+    for dim, size in zip(shape.split(), tensor.shape, strict=True):
+        sizes.setdefault(dim, size)
+    _check_dims(name, shape.split(), tensor, sizes)
 
 
 def size_of(dim: str, sizes: Mapping[str, int]) -> int:
@@ -313,8 +328,8 @@ def _check_rank(name: str, spec: TensorArg, value: Tensor, rank: int) -> None:
 
 def _check_dims(name: str, dims: Sequence[str], tensor: Tensor, sizes: Mapping[str, int]) -> None:
     for dim, size in zip(dims, tensor.shape, strict=True):
-        if any(letter not in sizes for _, letter in _TERM.findall(dim) if letter):
-            continue  # one of an argument that is missing, which the op's own check names
+        if any(letter and letter not in sizes for _, letter in _TERM.findall(dim)):
+            continue  # of an optional tensor that is not there; whether it may be missing is for ``also`` to say
         expected = size_of(dim, sizes)
         if size != expected:
             known = "" if dim.isdecimal() else f" with {dim} = {expected}"

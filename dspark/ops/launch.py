@@ -18,13 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.ops.types import Sampling
-
 STATS_PLANES = 7
 """Planes of a statistics buffer before those of the sub-tiles; their order is in ``dspark.kernels.sample.rows``."""
 DRAFT_PLANES = 2
-LINE_FIELDS = 5
-"""Floats per line of ``dspark.kernels.accept.ratio``."""
+"""Of a draft's scores."""
 _ALIGN = 64  # elements: every region and plane begins at a multiple of 256 bytes
 _WANTED_PROGRAMS = 2048
 _MAX_TILES_PER_PROGRAM = 8
@@ -142,51 +139,6 @@ def _check_room(workspace: Tensor, needed: int, device: torch.device) -> None:
         raise ValueError(f"workspace: expected device {device}, got {workspace.device}")
 
 
-def check_unit_stride(name: str, tensor: Tensor) -> None:
-    """Check that the last axis is contiguous, as the kernels read it.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        raise ValueError(f"{name}: the kernels need a contiguous last axis, got strides {list(tensor.stride())}")
-
-
-def check_contiguous(name: str, tensor: Tensor) -> None:
-    """Check that a tensor that the kernels write is contiguous.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}")
-
-
-def check_devices(device: torch.device, **tensors: Tensor | None) -> None:
-    """Check that all tensors of a call are where its logits are.
-
-    Raises:
-        ValueError: one is elsewhere.
-    """
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != device:
-            raise ValueError(f"{name}: expected device {device}, got {tensor.device}")
-
-
-def contiguous(tensor: Tensor) -> Tensor:
-    """A small tensor as the kernels read it; copied only where it has to be."""
-    return tensor if tensor.is_contiguous() else tensor.contiguous()
-
-
-def contiguous_sampling(s: Sampling) -> Sampling:
-    """Sampling parameters as the kernels read them."""
-    fields = (s.temperature, s.top_k, s.top_p, s.min_p, s.seed)
-    if all(field.is_contiguous() for field in fields):
-        return s
-    temperature, top_k, top_p, min_p, seed = (field.contiguous() for field in fields)
-    return Sampling(temperature, top_k, top_p, min_p, seed, s.all_greedy, s.any_truncation)
-
-
 @dataclass(frozen=True)
 class Launch:
     """One kernel launch as the op asked for it; groups of arguments are NamedTuples."""
@@ -201,13 +153,7 @@ _recorded: list[Launch] | None = None
 
 @contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
-    """Within the block, kernels are not run; the list that this yields says what would have been.
-
-    >>> with recorded_launches() as launches:
-    ...     launch("kernel", (4, 1), {"BLOCK": 16})
-    >>> launches[0].grid
-    (4, 1)
-    """
+    """Within the block, kernels are not run; the list that this yields says what would have been."""
     global _recorded
     before, _recorded = _recorded, []
     try:
@@ -255,20 +201,3 @@ class Kernel:
                 self.jitted.run(*arguments, *self.constants, grid=self.grid, warmup=False, **self.options)
         else:
             self.jitted.run(*arguments, *self.constants, grid=self.grid, warmup=False, **self.options)
-
-
-def launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
-    """Launch a kernel on the device of its tensors.
-
-    ``arguments`` is the kernel's alone, by name, and is added to.
-    """
-    arguments["enable_fp_fusion"] = False
-    if _recorded is not None:
-        _recorded.append(Launch(kernel, grid, arguments))
-        return
-    device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            kernel[grid](**arguments)
-    else:
-        kernel[grid](**arguments)

@@ -120,7 +120,7 @@ class Op:
         call = self.call_of(values)
         if workspace is not None:
             check_workspace(workspace)
-        if self._choose(backend, call.device) == "reference":
+        if self.choose(backend, call.device) == "reference":
             return self._refer(call, values)
         given = (*values[: self._inputs], *self._allocated(call, values)) if self.results else values
         if not call.empty:
@@ -140,6 +140,8 @@ class Op:
         Raises:
             TypeError, ValueError: it is not as declared.
         """
+        if torch.compiler.is_compiling():  # shapes may be symbols, which are no key
+            return self._first(values)
         try:
             key = tuple([
                 (x.shape, x.dtype, x.stride(), x.device) if isinstance(x, Tensor) else x
@@ -220,7 +222,7 @@ class Op:
         results = values[self._inputs :]
         return None if not results else results[0] if len(results) == 1 else tuple(results)
 
-    def _choose(self, backend: Backend, device: torch.device) -> Literal["reference", "triton"]:
+    def choose(self, backend: Backend, device: torch.device) -> Literal["reference", "triton"]:
         """The implementation that runs; one debug line of this module's logger names it.
 
         Raises:
@@ -241,8 +243,8 @@ class Op:
 
     def _traced(self, backend: Backend, values: Sequence[Any], workspace: Tensor | None) -> Any:
         """The call as a compiler sees it: the library's op, between allocations."""
-        call = self._first(values)
-        taken = self._choose(backend, call.device)
+        call = self.call_of(values)
+        taken = self.choose(backend, call.device)
         given = (*values[: self._inputs], *self._allocated(call, values))
         getattr(torch.ops.dspark, self.name)(*self.flatten(taken, given, workspace))
         return self._returned(given)

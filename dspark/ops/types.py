@@ -11,6 +11,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 Backend = Literal["auto", "triton", "reference"]
@@ -19,6 +20,7 @@ RULES_OF_TREES: tuple[Rule, ...] = ("coupled", "match", "recursive")
 """Rules that verify trees."""
 
 Logprobs = Literal["raw", "processed"]
+W1Rows = Literal["target", "draft"]
 
 
 class Stream(IntEnum):
@@ -124,6 +126,11 @@ class Sampling(NamedTuple):
     all_greedy: bool = False
     any_truncation: bool = True
 
+    @property
+    def truncates(self) -> bool:
+        """Whether any row may be truncated."""
+        return self.any_truncation and not self.all_greedy
+
 
 class Processors(NamedTuple):
     """What changes a target's logits before sampling: penalties, banned tokens, masks. A field that is None is off.
@@ -203,6 +210,45 @@ class ConfidenceHead(NamedTuple):
     w1: Tensor | None
 
 
+class DraftVocabulary(NamedTuple):
+    """A drafter's own, smaller vocabulary, and where its tokens are in the target's.
+
+    Attributes:
+        target_ids: ``[Vd]`` int64, the target's id of each draft id; no two are the same.
+        draft_ids: ``[V]`` int32, the draft id of each target id, -1 where there is none: what
+            :class:`DenseQ` takes.
+        w1_rows: whose ids number the rows of ``W1``: ``"target"``, so that every token has an embedding (speculators),
+            or ``"draft"``. Then an anchor that the drafter's vocabulary lacks has none, and counts as a row of zeros.
+    """
+
+    target_ids: Tensor
+    draft_ids: Tensor
+    w1_rows: W1Rows
+
+    @classmethod
+    def from_offsets(cls, d2t: Tensor, target_vocab_size: int, *, w1_rows: W1Rows) -> DraftVocabulary:
+        """From the ``d2t`` tensor of EAGLE-3 and speculators: the target's id is the draft id plus its entry.
+
+        Args:
+            d2t: ``[Vd]`` integers.
+            target_vocab_size: ``V``.
+            w1_rows: see the class.
+
+        Raises:
+            ValueError: an id lies outside of the target's vocabulary, or two are the same. Reads the device.
+
+        >>> DraftVocabulary.from_offsets(torch.tensor([0, 2, 2]), 6, w1_rows="target").target_ids.tolist()
+        [0, 3, 4]
+        """
+        ids = torch.arange(len(d2t), device=d2t.device) + d2t.long()
+        inside = (ids >= 0) & (ids < target_vocab_size)
+        if not bool(inside.all()) or len(set(ids.tolist())) < len(ids):
+            raise ValueError(f"d2t: expected different ids in [0, {target_vocab_size}) as id + d2t[id]")
+        draft_ids = torch.full((target_vocab_size,), -1, dtype=torch.int32, device=ids.device)
+        draft_ids[ids] = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+        return cls(ids, draft_ids, w1_rows)
+
+
 class Draft(NamedTuple):
     """A drafted block.
 
@@ -213,7 +259,7 @@ class Draft(NamedTuple):
         confidence: ``[R, G]`` float32 in [0, 1] or None: chance that draft k survives given that 1..k-1 did.
         confidence_logits: ``[R, G]`` float32 or None: the same before the sigmoid.
         margin: ``[R, G]`` float32 in [0, 1] or None: how far the likeliest token leads the second, ``p1 - p2`` of the
-            softmax of the slot's scores before temperature and truncation; 0 where nothing was drafted.
+            softmax of the step's scores before temperature and truncation; 0 where nothing was drafted.
         lse: ``[R, G]`` float32 or None: log-sum-exp of each row of ``logits``; 0 in greedy rows, -inf where nothing was
             drafted.
     """

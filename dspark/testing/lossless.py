@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dspark.ops.sample import transform
+from dspark.ops.sample.reference import transform
 from dspark.requests import SamplingParams, batch_sampling
 from dspark.testing.sequences import LEAST_EXPECTED, Tokens, joint_fit
 from dspark.testing.statistics import (

@@ -127,8 +127,9 @@ def entry_of_launch(
             aligned.append(path)
         return _type_of(path, value)
 
+    unspecialised = _unspecialised(launch.kernel)
     for key, value in arguments.items():
-        kind = declare(key, value, key not in _UNSPECIALISED)
+        kind = declare(key, value, key not in unspecialised)
         if kind != "constexpr":
             signature[key] = kind
     function = launch.kernel.fn
@@ -146,12 +147,11 @@ def entry_of_launch(
     )
 
 
-_UNSPECIALISED = (
-    "num_rows", "num_slots", "num_requests", "num_lines", "slot", "nodes", "children", "max_rows", "num_columns",
-    "num_chunks", "stride_table_row", "level", "first", "held", "first_row", "scored", "kept", "next_nodes",
-    "num_places",
-)  # fmt: skip
-"""Arguments that change from call to call: the kernels ask Triton not to make a variant for each kind of value."""
+def _unspecialised(kernel: Any) -> set[str]:
+    """Arguments that the kernel asks Triton not to make a variant for each kind of value of."""
+    if hasattr(kernel, "params"):
+        return {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
+    return set(kernel.kwargs["do_not_specialize"] or ())  # as the interpreter keeps it
 
 
 def _type_of(name: str, value: object) -> str:

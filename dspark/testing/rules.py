@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dspark.ops.accept import accept
 from dspark.ops.accept.reference import block_verdict, ratio_verdict
-from dspark.ops.types import Rule, Sampling
+from dspark.ops.types import Rows, Rule, Sampling
 
 Tokens = tuple[int, ...]
 Law = tuple[float, ...]
@@ -317,12 +317,14 @@ def emission_table(rule: Rule, vocab_size: int, draft_len: int) -> list[Tokens]:
     mass = torch.nn.functional.one_hot(samples.flatten(), vocab_size).float()  # [cases * (1 + G), V]
     verdict = accept(
         mass.log(),
-        tokens.flatten(),
-        torch.arange(count + 1) * (draft_len + 1),
+        Rows(
+            tokens=tokens.flatten(),
+            query_start=torch.arange(count + 1) * (draft_len + 1),
+            position=torch.zeros(count, dtype=torch.long),
+            max_query_len=draft_len + 1,
+        ),
         rule=rule,
         sampling=_plain_sampling(count),
-        position=torch.zeros(count, dtype=torch.long),
-        max_query_len=draft_len + 1,
     )
     emitted, lengths = verdict.tokens.tolist(), verdict.num_emitted.tolist()
     return [tuple(row[:n]) for row, n in zip(emitted, lengths, strict=True)]

@@ -22,7 +22,7 @@ import torch
 from dspark.ops.accept import accept
 from dspark.ops.accept.tree_reference import recursive_verdict
 from dspark.ops.draft.tree_reference import ancestor_words
-from dspark.ops.types import Rule, Sampling, Tree
+from dspark.ops.types import Rows, Rule, Sampling, Tree
 from dspark.testing.law import JointLaw
 from dspark.testing.rules import Law, Tokens, ToyRequest
 
@@ -168,12 +168,9 @@ def _emitted(
     whole = torch.zeros(count, dtype=torch.long)
     verdict = accept(
         torch.nn.functional.one_hot(draws.flatten(), vocab_size).float().log(),
-        tokens.flatten(),
-        torch.arange(count + 1) * width,
+        Rows(tokens.flatten(), torch.arange(count + 1) * width, whole, width),
         rule=rule,
         sampling=Sampling(number, whole, number, number * 0, torch.arange(count), any_truncation=False),
-        position=whole,
-        max_query_len=width,
         tree=tree,
     )
     return [tuple(row[:n]) for row, n in zip(verdict.tokens.tolist(), verdict.num_emitted.tolist(), strict=True)]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
-from torch import Tensor
 
 from dspark.decode import Decoder, SamplingParams, TreeShape
 from dspark.ops.op import Op
@@ -14,25 +11,19 @@ from tests.decode.pairs import narrow_pair
 
 pytestmark = pytest.mark.triton
 
-MODULES = ["dspark.ops.accept", "dspark.ops.attention", "dspark.ops.draft.walk"]
-"""Where ops look their implementation up."""
+OF_TREES = {"append_kv", "commit_kv", "verify_attention", "draft_tree", "accept_tree", "accept"}
+"""Ops of a round that drafts trees; the first token of a prompt is accepted as a chain's."""
 
 
 def take_kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Let every op run its kernel; returns the set of those that do, as they are called."""
     called: set[str] = set()
 
-    def resolve(op: str, backend: str, tensor: Tensor) -> str:
-        called.add(op)
+    def choose(op: Op, backend: str, device: torch.device) -> str:
+        called.add(op.name)
         return "triton"
 
-    def choose(op: Op, backend: str, device: torch.device) -> str:
-        return resolve(op.name, backend, torch.empty(0))
-
-    for module in MODULES:
-        monkeypatch.setattr(importlib.import_module(module), "resolve", resolve)
-    monkeypatch.setattr("dspark.models.cache.resolve", resolve)
-    monkeypatch.setattr(Op, "_choose", choose)
+    monkeypatch.setattr(Op, "choose", choose)
     return called
 
 
@@ -40,8 +31,16 @@ def take_kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     ("rule", "tree", "ops"),
     [
         ("ratio", None, {"append_kv", "verify_attention", "draft_walk", "accept"}),
-        ("coupled", TreeShape(6, 3), {"append_kv", "commit_kv", "verify_attention", "draft_tree", "accept"}),
-        ("recursive", TreeShape(5, 2), {"append_kv", "commit_kv", "verify_attention", "draft_tree", "accept"}),
+        (
+            "coupled",
+            TreeShape(6, 3),
+            {"append_kv", "commit_kv", "verify_attention", "draft_tree", "accept_tree", "accept"},
+        ),
+        (
+            "recursive",
+            TreeShape(5, 2),
+            {"append_kv", "commit_kv", "verify_attention", "draft_tree", "accept_tree", "accept"},
+        ),
     ],
 )
 def test_rounds_on_the_kernels_are_those_on_the_references(

@@ -193,7 +193,7 @@ def draft_tree(
 
 
 def _commit(kv: PagedKV, path: Tensor, num_emitted: Tensor, rows: Rows, slots: Tensor) -> partial[Any]:
-    return partial(ops.commit_kv, kv, path, num_emitted, rows.query_start, slots, backend="triton")
+    return partial(ops.commit_kv, kv, path, num_emitted, rows, slots, backend="triton")
 
 
 def _stack(pages: int, layers: int, heads: int, head_dim: int, dtype: torch.dtype = BFLOAT16) -> PagedKV:

@@ -41,13 +41,11 @@ def sampling_of(temperature: Sequence[float], cuts: Sequence[Cut] | None = None)
 
 
 def _accept(logits: Tensor, rows: Rows, **options: Any) -> partial[Any]:
-    given = {"position": rows.position, "max_query_len": rows.max_query_len, "backend": "triton"}
-    return partial(ops.accept, logits, rows.tokens, rows.query_start, **given, **options)
+    return partial(ops.accept, logits, rows, backend="triton", **options)
 
 
 def _process(logits: Tensor, rows: Rows, processors: ops.Processors) -> partial[Any]:
-    options: dict[str, Any] = {"max_query_len": rows.max_query_len, "backend": "triton"}
-    return partial(ops.process_logits, logits, rows.tokens, rows.query_start, processors=processors, **options)
+    return partial(ops.process_logits, logits, rows, processors=processors, backend="triton")
 
 
 def batch_of(lengths: Sequence[int], tokens: Tensor, max_query_len: int | None = None) -> Rows:

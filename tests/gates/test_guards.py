@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from dspark.ops.accept import accept
-from dspark.ops.accept.launch import accept_triton, workspace_bytes
+from dspark.ops.accept.launch import workspace_bytes
 from dspark.ops.launch import RowConfig
+from dspark.ops.op import OPS
 from dspark.ops.sample import sample, truncate
-from dspark.ops.types import Backend, DenseQ, Rule, Verdict
+from dspark.ops.types import Backend, DenseQ, Rows, Rule, Verdict
 from dspark.testing.guards import guarded, poison_of, poisoned_empty
 from tests.ops.chains import RULES
 from tests.strategies import VerifyCase, verify_cases
@@ -98,14 +98,10 @@ def test_accept_writes_all_of_its_verdict_and_nothing_else(rule: Rule, backend: 
         workspace = guarded(torch.empty(needed, dtype=torch.uint8))
         out = Verdict(**{name: band.tensor for name, band in bands.items()})
         distribution = DenseQ(q.tensor) if rule in ("ratio", "block") else None
-        tensors = (logits, case.tokens, case.query_start)
-        if backend == "triton":
-            accept_triton(
-                *tensors, rule, case.sampling, case.position, nodes, distribution, "raw", out, workspace.tensor, TINY
-            )
-        else:
-            arguments = {"sampling": case.sampling, "position": case.position, "max_query_len": nodes}
-            accept(*tensors, rule=rule, q=distribution, out=out, backend="reference", **arguments)
+        verified = Rows(case.tokens, case.query_start, case.position, nodes)
+        given = (logits, verified, rule, case.sampling, distribution, "raw", out)
+        config = TINY if backend == "triton" else None
+        OPS["accept"](backend, *given, workspace=workspace.tensor, config=config)
     for band in (rows, q, workspace, *bands.values()):
         band.check()
     vocab_size = logits.shape[1]

@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from benchmarks.host_launches import launches_stopped
-from dspark.ops.launch import launch, recorded_launches
+from dspark.ops.launch import Kernel, recorded_launches
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -49,7 +49,7 @@ def test_what_is_not_bound_is_refused() -> None:
         with pytest.raises(RuntimeError, match=r"toy: expected all launches .* got 0 of 1"):
             launches.count("toy", lambda: compiled.run(1, 1, 1, 0, x, 4))
         with recorded_launches(), pytest.raises(RuntimeError, match="got 0 of 0"):
-            launches.count("toy", lambda: launch(kernel, (1,), {"x_ptr": x, "n": 4, "BLOCK": 4}))
+            launches.count("toy", lambda: Kernel(kernel, (1,), x.device, n=4, BLOCK=4)(x))
 
 
 @pytest.mark.slow

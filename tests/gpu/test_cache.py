@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dspark.ops import append_kv, commit_kv, copy_pages, rope_append_kv
-from dspark.ops.types import PagedKV
+from dspark.ops.types import PagedKV, Rows
 from tests.ops.cache.caches import CACHE_DTYPES, FLOAT8, STACKS, CommitCase, Sizes, Stack, assert_same_bits, make_commit
 from tests.tolerances import ROTARY
 
@@ -64,7 +64,7 @@ def test_bits_are_those_of_the_reference(layout: str, dtype: torch.dtype) -> Non
     append_kv(k.cuda(), v.cuda(), PagedKV(gpu_layer.k, gpu_layer.v, gpu_scales, gpu_scales), slots.cuda())
     assert_same_bits(stack.base.cpu(), expected.base)
     case.apply(expected)
-    commit_kv(stack.kv, *(x.cuda() for x in case.arguments))
+    commit_kv(stack.kv, *(on_device(x) for x in case.arguments))
     assert_same_bits(stack.base.cpu(), expected.base)
     source, target = torch.tensor([3, 0, -1]), torch.tensor([8, 9, 10])
     copy_pages(expected.kv, source, target)
@@ -76,6 +76,10 @@ def rotary_arguments(seed: int) -> dict[str, Any]:
     cos, sin = torch.randn(2, ROWS, 1, SIZES[4], generator=torch.Generator().manual_seed(seed))
     weights = torch.randn(2, SIZES[4], generator=torch.Generator().manual_seed(seed))
     return {"cos": cos, "sin": sin, "q_norm": weights[0], "k_norm": weights[1], "eps": 1e-6}
+
+
+def on_device(value: Tensor | Rows) -> Any:
+    return Rows(*(x.cuda() for x in value[:3]), value.max_query_len) if isinstance(value, Rows) else value.cuda()
 
 
 def moved(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -106,9 +110,9 @@ def test_a_replayed_graph_is_the_eager_result() -> None:
         rounds.append(moved({**options, **rest, "out": torch.zeros_like(q)}))
 
     def step(stack: Stack, a: dict[str, Any]) -> None:
-        path = {name: a[name] for name in ("path", "num_emitted", "query_start", "slots")}
-        rope_append_kv(kv=stack.layer(1), **{name: x for name, x in a.items() if name not in path or name == "slots"})
-        commit_kv(stack.kv, **path)
+        path = ("path", "num_emitted", "query_start")
+        rope_append_kv(kv=stack.layer(1), **{name: x for name, x in a.items() if name not in path})
+        commit_kv(stack.kv, *CommitCase(*(a[name] for name in path), a["slots"]).arguments)
 
     captured = on_gpu(Stack.make(layout, SIZES, dtype))
     start = captured.base.clone()

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspark.ops import DenseQ, DraftDistribution, PointMass, Rule, Sampling, SparseQ, Verdict, accept, sample, truncate
+from dspark.ops import DenseQ, DraftDistribution, PointMass, Rule, Sampling, SparseQ, Verdict, sample, truncate
 from dspark.ops.accept import accept_workspace
 from dspark.testing.guards import guarded
-from tests.ops.helpers import make_sampling
+from tests.ops.helpers import make_sampling, verify
 from tests.tolerances import LOGPROBS, SILICON_DECISIONS
 
 pytestmark = pytest.mark.skipif(
@@ -80,7 +80,7 @@ def on_gpu(value: Any) -> Any:
 
 
 def run(arguments: dict[str, Any], **options: Any) -> Verdict:
-    return accept(**{name: on_gpu(value) for name, value in arguments.items()}, backend="triton", **options)
+    return verify(**{name: on_gpu(value) for name, value in arguments.items()}, backend="triton", **options)
 
 
 def assert_agrees(verdict: Verdict, expected: Verdict) -> None:
@@ -99,7 +99,7 @@ def assert_agrees(verdict: Verdict, expected: Verdict) -> None:
 def test_accept_decides_as_the_reference(rule: Rule, q: str, dtype: torch.dtype, vocab_size: int) -> None:
     arguments = make_problem(rule, q, vocab_size, dtype)
     verdict = run(arguments)
-    assert_agrees(verdict, accept(**arguments, backend="reference"))
+    assert_agrees(verdict, verify(**arguments, backend="reference"))
     assert (verdict.num_emitted > 1).any()
 
 
@@ -107,7 +107,7 @@ def test_accept_decides_as_the_reference(rule: Rule, q: str, dtype: torch.dtype,
 def test_accept_decides_as_the_reference_under_truncation(rule: Rule) -> None:
     q = "dense" if rule in ("ratio", "block") else "none"
     arguments = make_problem(rule, q, 32_000, torch.bfloat16, truncated=True)
-    assert_agrees(run(arguments), accept(**arguments, backend="reference"))
+    assert_agrees(run(arguments), verify(**arguments, backend="reference"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -166,11 +166,11 @@ def test_a_replayed_graph_is_the_eager_result(rule: Rule, q: str) -> None:
         r["tokens"] = torch.cat([r["tokens"], r["tokens"].new_full((missing,), -1)])
     static = {name: on_gpu(value) for name, value in rounds[0].items()}
     workspace = torch.empty(accept_workspace(REQUESTS, NODES, 32_000, rule=rule), dtype=torch.uint8, device="cuda")
-    out = accept(**static, workspace=workspace, backend="triton")
+    out = verify(**static, workspace=workspace, backend="triton")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        accept(**static, out=out, workspace=workspace, backend="triton")
+        verify(**static, out=out, workspace=workspace, backend="triton")
     for r in rounds[1:] + rounds[:1]:
         for name, value in r.items():
             _copy_into(static[name], value)
@@ -200,7 +200,7 @@ def test_nothing_around_the_buffers_is_written(rule: Rule, q: str) -> None:
     )
     out = Verdict(**{name: band.tensor for name, band in bands.items()})
     gpu = {name: on_gpu(value) for name, value in arguments.items()} | {"target_logits": logits.tensor}
-    accept(**gpu, out=out, workspace=workspace.tensor, backend="triton")
+    verify(**gpu, out=out, workspace=workspace.tensor, backend="triton")
     for band in (logits, workspace, *bands.values()):
         band.check()
     for field in Verdict._fields:

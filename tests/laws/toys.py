@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dspark.ops.sample import transform
+from dspark.ops.sample.reference import transform
 from dspark.policy import CostProfile
 from dspark.requests import SamplingParams, batch_sampling
 from dspark.testing import ToyRequest, stepwise

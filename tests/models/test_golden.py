@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dspark.models import DSparkDrafter, Target, load_drafter, load_target, query_batch
+from dspark.ops.draft import draft_walk, sequential_step
 from dspark.ops.draft.certified import draft_walk_certified
 from dspark.ops.draft.certified_table import build_bias_table
-from dspark.ops.draft.walk import draft_walk, sequential_step
-from dspark.ops.draft.walk_inputs import build_walk_tables
+from dspark.ops.draft.walk_tables import build_walk_tables
 from dspark.ops.types import MarkovHead, QueryBatch, Sampling, Stream
 from tests.models.helpers import poison, scattered_table
 from tests.tolerances import LOGITS

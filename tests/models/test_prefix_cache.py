@@ -29,6 +29,7 @@ from dspark.models.config import ModelConfig
 from dspark.models.pool import PagePool, pages_for
 from dspark.ops import append_kv, commit_kv, copy_pages
 from dspark.ops.types import PagedKV
+from tests.ops.cache.caches import rows_at
 from tests.strategies import tree_parents
 
 NUM_PAGES = 10
@@ -119,7 +120,8 @@ class CacheMachine(RuleBasedStateMachine):
         padded = torch.tensor([[*path, *[-1] * (len(parents) - len(path))]])
         stacked = self.caches["target"].stacked
         with self.spares_read_only_pages():
-            commit_kv(stacked, padded, torch.tensor([len(path)]), torch.tensor([0, len(parents)]), batch)
+            rows = rows_at(torch.tensor([0, len(parents)]), batch, len(parents))
+            commit_kv(stacked, padded, torch.tensor([len(path)]), rows, batch)
         request.held["target"] = context + len(path)
         new = [drafts[node] for node in path[1:]] + [data.draw(TOKENS)]
         caught_up = request.held["draft"] == context

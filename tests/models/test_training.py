@@ -42,7 +42,7 @@ from dspark.models.training.target import (
     train_target,
 )
 from dspark.models.transformer import CausalLM
-from dspark.ops.sample import transform
+from dspark.ops.sample.reference import transform
 from dspark.requests import SamplingParams, batch_sampling
 from tests.ops.helpers import chi_square_pvalue
 from tests.small import small_drafter, small_model

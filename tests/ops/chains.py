@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspark.ops.accept import RULES_OF_Q, accept
-from dspark.ops.sample import sample, transform
+from dspark.ops.accept import RULES_OF_Q
+from dspark.ops.sample import sample
+from dspark.ops.sample.reference import transform
 from dspark.ops.types import (
     Backend,
     DenseQ,
@@ -23,7 +24,7 @@ from dspark.ops.types import (
     Stream,
     Verdict,
 )
-from tests.ops.helpers import make_sampling, select
+from tests.ops.helpers import make_sampling, select, verify
 
 RULES: tuple[Rule, ...] = ("coupled", "ratio", "block", "match")
 SEEDED: tuple[Rule, ...] = ("coupled", "match")
@@ -77,7 +78,7 @@ class Batch:
         start = self.query_start[request].item()
         return slice(int(start), int(start) + self.lengths[request])
 
-    def accept(self, rule: Rule, **changes: Any) -> Verdict:
+    def accept(self, rule: Rule, /, **changes: Any) -> Verdict:
         arguments: dict[str, Any] = {
             "rule": rule,
             "sampling": self.sampling,
@@ -86,7 +87,7 @@ class Batch:
             "q": self.q() if rule in RULES_OF_Q else None,
             "backend": self.backend,
         }
-        return accept(self.logits, self.tokens, self.query_start, **(arguments | changes))
+        return verify(self.logits, self.tokens, self.query_start, **(arguments | changes))
 
     def q(self) -> DraftDistribution:
         if self.form == "dense":

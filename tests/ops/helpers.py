@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from scipy import stats  # type: ignore[import-untyped]
 from torch import Tensor
 
-from dspark.ops.types import Sampling
+from dspark.ops.accept import accept
+from dspark.ops.launch import RowConfig
+from dspark.ops.op import OPS
+from dspark.ops.types import Rows, Sampling, Verdict
 
 
 def make_sampling(
@@ -56,3 +60,20 @@ def chi_square_pvalue(tokens: Tensor, probs: Tensor) -> float:
             counts[used].numpy(), expected[used].numpy() * (counts[used].sum() / expected[used].sum()).item()
         ).pvalue
     )
+
+
+def verify(
+    target_logits: Tensor, tokens: Tensor, query_start: Tensor, *, position: Tensor, max_query_len: int, **options: Any
+) -> Verdict:
+    """``accept`` with its rows given field by field, as tests change one at a time."""
+    return accept(target_logits, Rows(tokens, query_start, position, max_query_len), **options)
+
+
+def verify_cut(
+    arguments: dict[str, Any], out: Verdict, config: RowConfig | None = None, workspace: Tensor | None = None
+) -> Verdict:
+    """The same by the kernels, cut as ``config`` says."""
+    op = OPS["accept" if arguments.get("tree") is None else "accept_tree"]
+    given = arguments | {"rows": Rows(*(arguments[name] for name in Rows._fields)), "out": out}
+    verdict: Verdict = op("triton", *(given[name] for name in op.signature.args), workspace=workspace, config=config)
+    return verdict

@@ -12,26 +12,25 @@ from typing import Any
 
 from dspark.ops.launch import recorded_launches
 from dspark.testing.registry import Budget, KernelEntry, entry_of_launch
-from tests.ops import shipped_attention, shipped_rows, shipped_tree, shipped_walk
+from tests.ops.accept import cases as accept
+from tests.ops.attention import cases as attention
 from tests.ops.cache import cases as cache
 from tests.ops.case import Case
+from tests.ops.draft import cases as draft
 from tests.ops.draft import tree_cases
+from tests.ops.sample import cases as sample
 from tests.ops.schedule import cases as schedule
 
 CALLS: dict[str, Callable[[], Any]] = {}
 _BUDGETS: dict[str, Mapping[str, Budget]] = {}
 _CLAIMS: dict[str, Mapping[str, tuple[str, ...]]] = {}
-for _group in (shipped_rows, shipped_tree, shipped_attention, shipped_walk):
-    CALLS |= _group.CALLS
-    _BUDGETS |= _group.BUDGETS
-    _CLAIMS |= _group.CLAIMS
 
 
 def _launch(case: Case) -> None:
     case.op("triton", *case.values("meta"))
 
 
-for _family in (cache, schedule, tree_cases):
+for _family in (attention, accept, sample, cache, schedule, draft, tree_cases):
     CALLS |= {str(case): partial(_launch, case) for case in _family.SHIPPED}
     _BUDGETS |= _family.BUDGETS
     _CLAIMS |= _family.CLAIMS

@@ -10,12 +10,16 @@ import torch
 from dspark.ops.launch import recorded_launches
 from dspark.ops.op import OPS
 from dspark.testing.guards import forbid_sync
+from tests.ops.accept import cases as accept
+from tests.ops.attention import cases as attention
 from tests.ops.cache import cases as cache
 from tests.ops.case import Case, Fault, faults, tensors_of
+from tests.ops.draft import cases as draft
 from tests.ops.draft import tree_cases
+from tests.ops.sample import cases as sample
 from tests.ops.schedule import cases as schedule
 
-CASES = [case for family in (cache, schedule, tree_cases) for case in family.SMALL]
+CASES = [case for family in (accept, attention, cache, sample, schedule, draft, tree_cases) for case in family.SMALL]
 REFERENCED = [*CASES, *tree_cases.REFERENCED]
 """And what only a reference does."""
 FAULTS = [
@@ -62,9 +66,10 @@ def test_compiles_as_one_graph(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_nothing_reads_the_device(case: Case, backend: Any) -> None:
     """Neither on tensors that hold something (contract C7) nor on such as have only a shape."""
+    values = case.values("cpu")
     with recorded_launches():
         with forbid_sync():
-            case.op(backend, *case.values("cpu"))
+            case.op(backend, *values)
         case.op(backend, *case.values("meta"))
 
 

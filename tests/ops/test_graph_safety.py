@@ -9,30 +9,26 @@ import pytest
 import torch
 
 from dspark.ops import (
-    ConfidenceHead,
     DenseQ,
     MarkovHead,
     PagedKV,
     PointMass,
+    Rows,
     SparseQ,
-    Stream,
     accept,
     append_kv,
     commit_kv,
     copy_pages,
     draft_tree,
-    draft_walk,
     rope_append_kv,
-    sample,
-    truncate,
     verify_attention,
 )
 from dspark.ops.launch import recorded_launches
-from dspark.ops.sample.process import count_tokens, process_logits
-from dspark.ops.types import DraftDistribution, Processors, Rule
+from dspark.ops.sample import count_tokens
+from dspark.ops.types import DraftDistribution, Rule
 from dspark.testing.guards import SyncError, forbid_sync
 from tests.ops.attention.paged import Kind, make_paged, make_requests
-from tests.ops.helpers import make_sampling
+from tests.ops.helpers import make_sampling, verify
 from tests.ops.trees import TREE_RULES, tree_problem
 
 LENGTHS = [3, 0, 1]
@@ -64,45 +60,11 @@ BACKENDS = ["reference", pytest.param("triton", marks=pytest.mark.triton)]
 def run_accept(rule: Rule, q: str, **options: Any) -> None:
     accept(
         torch.randn(ROWS, VOCAB),
-        torch.randint(VOCAB, (ROWS,)),
-        QUERY_START,
+        Rows(torch.randint(VOCAB, (ROWS,)), QUERY_START, POSITION, NODES),
         rule=rule,
         sampling=SAMPLING,
-        position=POSITION,
-        max_query_len=NODES,
         q=DISTRIBUTIONS[q],
         **options,
-    )
-
-
-def run_process(backend: str) -> None:
-    processors = Processors(
-        output_counts=torch.zeros(REQUESTS, VOCAB, dtype=torch.int32),
-        repetition_penalty=torch.full((REQUESTS,), 1.2),
-        banned_tokens=torch.zeros(REQUESTS, 1, dtype=torch.int64),
-    )
-    process_logits(
-        torch.randn(ROWS, VOCAB),
-        torch.randint(VOCAB, (ROWS,)),
-        QUERY_START,
-        processors=processors,
-        max_query_len=NODES,
-        backend=backend,  # type: ignore[arg-type]
-    )
-
-
-def run_walk() -> None:
-    w1, w2 = torch.randn(VOCAB, 4), torch.randn(VOCAB, 4)
-    draft_walk(
-        torch.randn(REQUESTS, 2, VOCAB),
-        ANCHOR,
-        head=MarkovHead(w1, w2),
-        hidden=torch.randn(REQUESTS, 2, 6),
-        confidence_head=ConfidenceHead(torch.randn(10), torch.zeros(()), w1),
-        sampling=SAMPLING,
-        position=POSITION,
-        stream=Stream.DRAFT,
-        return_logits=True,
     )
 
 
@@ -122,7 +84,8 @@ def run_cache(backend: Any) -> None:
     with forbid_sync():
         append_kv(k, k, kv, batch.slots, backend=backend)
         rope_append_kv(q, k, k, kv, batch.slots, cos=angle, sin=angle, q_norm=angle[0, 0], eps=1e-6, backend=backend)
-        commit_kv(stack, path, emitted, batch.query_start, batch.slots, backend=backend)
+        rows = Rows(batch.positions, batch.query_start, batch.context_len, 2)
+        commit_kv(stack, path, emitted, rows, batch.slots, backend=backend)
         copy_pages(stack, *pages, backend=backend)
 
 
@@ -144,7 +107,7 @@ def test_accept(rule: Rule, q: str, backend: str) -> None:
 def test_accept_of_trees(rule: Rule, backend: Any) -> None:
     arguments = tree_problem(rule, SAMPLING, nodes=3, vocab_size=VOCAB, branching=2, lengths=LENGTHS)
     with forbid_sync():
-        accept(**arguments, backend=backend)
+        verify(**arguments, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -169,21 +132,10 @@ def test_draft_tree(rule: Rule, backend: Any) -> None:
         )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_sample_truncate_and_process(backend: Any) -> None:
-    request = torch.tensor([0, 0, 2, -1])
-    position = torch.arange(ROWS)
-    with forbid_sync():
-        sample(torch.randn(ROWS, VOCAB), SAMPLING, position, request=request, salt=position, backend=backend)
-        truncate(torch.randn(ROWS, VOCAB), SAMPLING, request, backend=backend)
-        run_process(backend)
-
-
-def test_walk_and_counts() -> None:
+def test_counts() -> None:
     counts = torch.zeros(REQUESTS, VOCAB, dtype=torch.int32)
     tokens, num = torch.full((REQUESTS, 2), -1), torch.zeros(REQUESTS, dtype=torch.int64)
     with forbid_sync():
-        run_walk()
         count_tokens(counts, tokens, num)
 
 

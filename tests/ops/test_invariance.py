@@ -14,7 +14,7 @@ import torch
 from dspark.ops.accept import RULES_OF_Q, accept
 from dspark.ops.launch import recorded_launches
 from dspark.ops.sample import sample
-from dspark.ops.types import DenseQ, Rule, Sampling
+from dspark.ops.types import DenseQ, Rows, Rule, Sampling
 from dspark.testing.registry import KernelEntry, entry_of_launch, meta
 from tests.ops.chains import RULES
 
@@ -36,12 +36,9 @@ def compiled(rule: Rule, requests: int, nodes: int, vocab_size: int) -> dict[str
     with recorded_launches() as launches:
         accept(
             meta(rows, vocab_size, dtype=torch.bfloat16),
-            meta(rows),
-            meta(requests + 1),
+            Rows(meta(rows), meta(requests + 1), meta(requests), nodes),
             rule=rule,
             sampling=sampling(requests),
-            position=meta(requests),
-            max_query_len=nodes,
             q=dense if rule in RULES_OF_Q else None,
             backend="triton",
         )

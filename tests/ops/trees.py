@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dspark.ops.draft.tree_reference import ancestor_words
 from dspark.ops.philox import gumbel, uniform
-from dspark.ops.sample import inverse_cdf, perturbed_argmax, transform
+from dspark.ops.sample.reference import inverse_cdf, perturbed_argmax, transform
 from dspark.ops.types import DenseQ, Rule, Sampling, Stream, Tree
 from tests.ops.helpers import select
 

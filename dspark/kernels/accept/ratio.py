@@ -2,6 +2,7 @@
 
 Three kernels follow the statistics of target and draft rows: what each draft's probabilities allow, the mass of the
 residual by sub-tile (of one row under ``ratio``, of every drafted row under ``block``), and the draw with the verdict.
+What the residual's passes need is a *record* of each request (``ratio``) or of each line (``block``).
 """
 
 from __future__ import annotations
@@ -9,20 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dspark.kernels.accept.chain import (
-    RESIDUAL,
-    draw_from_target,
-    emit,
-    first_where,
-    nodes_of_program,
-    spread,
-    token_of,
-)
-from dspark.kernels.philox import uniform
+from dspark.kernels.accept.chain import emit, first_where, places, rows_of, spread
+from dspark.kernels.accept.load import load_draft, load_target, weigh
+from dspark.kernels.philox import stream, uniform
+from dspark.kernels.sample.draw import draw_from_target, token_of
 from dspark.kernels.sample.rows import (
-    ARGMAX,
-    MAX,
-    NEGATIVE_INFINITY,
     first_beyond,
     inverse_temperature,
     is_good,
@@ -33,127 +25,112 @@ from dspark.kernels.sample.rows import (
     summable,
 )
 
-ACCEPT = tl.constexpr(2)
-"""``Stream.ACCEPT``."""
-# A line of what the residual's passes need, of a request ("ratio") or of a slot ("block"):
-P_OFFSET = tl.constexpr(0)  # w p = exp(score - P_OFFSET) * P_FACTOR
-P_FACTOR = tl.constexpr(1)  # 0: there is no residual
-Q_OFFSET = tl.constexpr(2)
-Q_FACTOR = tl.constexpr(3)
-ACCEPTED = tl.constexpr(4)  # "ratio": number of accepted drafts; the one rule has this, the other the next
-WEIGHT = tl.constexpr(4)  # "block": w of the node
-RECORD = tl.constexpr(5)
-DEGENERATE_MASS = tl.constexpr(1e-12)
-"""Where a residual is lighter than this, the draw is from p; as in ``dspark.ops.accept.reference``."""
-HEAVIEST_RESIDUAL = tl.constexpr(2)
-"""No residual is as heavy as this, see ``summable``: it is part of p, whose mass is 1 but for rounding."""
+
+@triton.constexpr_function
+def field_of(name):
+    """Where a record of five numbers, ``[records, 5]`` float32, has a field.
+
+    ``w p = exp(score - p_offset) * p_factor``, where a factor of 0 means that there is no residual, and ``q = exp(score
+    - q_offset) * q_factor``. Under ``ratio``, how many drafts are accepted; under ``block``, ``w`` of the node.
+    """
+    return {"p_offset": 0, "p_factor": 1, "q_offset": 2, "q_factor": 3, "accepted": 4, "weight": 4}[name]
+
+
+@triton.jit
+def at(records, record, NAME: tl.constexpr):
+    """Pointers to a field of records."""
+    return records + record * 5 + field_of(NAME)
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_rows"])
 def ratio_kernel(
-    logits_ptr,  # [num_rows, vocab_size]
-    stride_logits_row,
-    tokens_ptr,  # [num_rows] int64
-    query_start_ptr,  # [num_requests + 1] int64
-    temperature_ptr,  # [num_requests] float32
-    seed_ptr,  # [num_requests] int64
-    position_ptr,  # [num_requests] int64
-    threshold_ptr,  # [slots] float32, or null: nothing is truncated
-    stats_ptr,  # planes of rows.py, of the target's rows
-    stride_plane,
-    q_ptr,  # dense: scores, sparse: log-probabilities; [requests, drafts, q_width]
-    q_token_ptr,  # sparse: [requests, drafts, q_width] int64; dense: [vocab_size] int32 columns of q, or null
-    stride_q_request,
-    stride_q_row,
-    stride_q_token_request,
-    stride_q_token_row,
-    q_stats_ptr,  # dense: planes of rows.py, of the draft's rows
-    stride_q_plane,
-    line_ptr,  # [lines, RECORD] float32, written
+    target,  # KernelTarget
+    rows,  # KernelRows
+    sampling,  # KernelSampling
+    q,  # KernelQ, or None: a point mass
+    stats,  # Statistics of the target's rows
+    draft_stats,  # Statistics of a dense q's rows, else None
+    records,  # [records, 5] float32, written
     num_requests,
     num_rows,
-    vocab_size,
-    num_tiles,
-    q_width,
-    q_tiles,
     RULE: tl.constexpr,
-    Q: tl.constexpr,  # "dense", "sparse" or "point"
     NODES: tl.constexpr,
     NODES_P2: tl.constexpr,
     TILES: tl.constexpr,
     Q_TILES: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # sparse: q_width, rounded up to a power of two
+    BLOCK_K: tl.constexpr,  # of a sparse q: its width, rounded up to a power of two
     BLOCK_R: tl.constexpr,
 ):
-    """How far the drafts of a request are accepted (``ratio``), or the weight of each of its nodes (``block``)."""
-    request, node, slot, inside = nodes_of_program(num_requests, NODES, NODES_P2, BLOCK_R)
-    num_slots = num_requests * NODES
-    row, _, _, left = locate(tl.where(inside, slot, num_slots), num_slots, num_rows, query_start_ptr, NODES)
-    exists = inside & (left > 0)
-    temperature = tl.load(temperature_ptr + request, mask=exists, other=0.0)
-    sampled = temperature > 0.0
-    draft = tl.load(tokens_ptr + row + 1, mask=exists & (left > 1) & (node + 1 < NODES), other=-1)
-    drafted = (draft >= 0) & (draft < vocab_size)
+    """How far the drafts of a request are accepted (``ratio``), or the weight of each of its nodes (``block``).
 
-    top, total = load_sums(stats_ptr, stride_plane, slot, exists, num_tiles, TILES)
+    Draft ``x`` is accepted with probability ``min(1, p(x) / q(x))`` (Leviathan et al., arXiv 2211.17192; Chen et al.,
+    arXiv 2302.01318). Grid: (blocks of ``BLOCK_R`` requests,).
+    """
+    place = places(num_requests, NODES, NODES_P2, BLOCK_R)
+    request, node, line, inside = place
+    row, exists, followed = rows_of(place, rows, num_requests, num_rows, NODES)
+    temperature = tl.load(sampling.temperature + request, mask=exists, other=0.0)
+    sampled = temperature > 0.0
+    draft = tl.load(rows.tokens + row + 1, mask=followed, other=-1)
+    drafted = (draft >= 0) & (draft < target.vocab_size)
+
+    top, total = load_sums(stats, line, exists, TILES)
     good = exists & is_good(top)
-    _, greedy = load_best(stats_ptr, stride_plane, MAX, ARGMAX, slot, exists, num_tiles, TILES)
-    logit = tl.load(logits_ptr + row * stride_logits_row + draft, mask=drafted, other=NEGATIVE_INFINITY).to(tl.float32)
-    score = logit * inverse_temperature(temperature)
-    if threshold_ptr is not None:
-        threshold = tl.load(threshold_ptr + slot, mask=exists, other=NEGATIVE_INFINITY)
-        score = tl.where(score >= threshold, score, NEGATIVE_INFINITY)
+    _, greedy = load_best(stats, "max", "argmax", line, exists, TILES)
+    score = load_target(target, row, line, draft, exists, drafted, temperature)
     p = tl.exp((score - tl.where(good, top, 0.0)).to(tl.float64)) / tl.where(good, total, 1.0)
     p = tl.where(sampled, p, tl.where(draft == greedy, 1.0, 0.0).to(tl.float64))
 
-    q_first = request * stride_q_request + node.to(tl.int64) * stride_q_row
-    q_top = tl.zeros(slot.shape, tl.float32)
-    q_total = tl.full(slot.shape, 1.0, tl.float64)
-    if Q == "dense":
-        q_top, q_total = load_sums(q_stats_ptr, stride_q_plane, slot, drafted, q_tiles, Q_TILES)
-        drafted &= is_good(q_top)
-        column = draft
-        if q_token_ptr is not None:
-            column = tl.load(q_token_ptr + draft, mask=drafted, other=-1).to(tl.int64)
-        known = drafted & (column >= 0) & (column < q_width)
-        q_score = tl.load(q_ptr + q_first + column, mask=known, other=NEGATIVE_INFINITY)
-        q_top = tl.where(drafted, q_top, 0.0)
-        q_total = tl.where(drafted, q_total, 1.0)
-        q = tl.exp((q_score.to(tl.float32) - q_top).to(tl.float64)) / q_total
-    elif Q == "sparse":
-        offs_k = tl.arange(0, BLOCK_K)
-        mask = drafted[:, None] & (offs_k < q_width)[None, :]
-        q_token_first = request * stride_q_token_request + node.to(tl.int64) * stride_q_token_row
-        token = tl.load(q_token_ptr + q_token_first[:, None] + offs_k[None, :], mask=mask, other=-1)
-        logprob = tl.load(q_ptr + q_first[:, None] + offs_k[None, :], mask=mask, other=NEGATIVE_INFINITY)
-        logprob = tl.where((token >= 0) & (token < vocab_size), logprob, NEGATIVE_INFINITY)
-        drafted &= tl.sum(tl.where(logprob < float("inf"), 0, 1), axis=1) == 0  # NaN and +inf fail the comparison
-        chosen = token == draft[:, None]
-        q = tl.sum(tl.where(chosen, tl.exp(logprob.to(tl.float64)), 0.0), axis=1)
-    else:
-        q = tl.full(slot.shape, 1.0, tl.float64)
-    ratio = tl.where(drafted & good & (q > 0.0), p / tl.where(q > 0.0, q, 1.0), 0.0)
+    q_top = tl.zeros(line.shape, tl.float32)
+    q_total = tl.full(line.shape, 1.0, tl.float64)
+    q_draft = tl.full(line.shape, 1.0, tl.float64)
+    if q is not None:
+        if q.tokens is not None:
+            q_draft, good_row = _sparse_q(q, request, node, draft, drafted, target.vocab_size, BLOCK_K)
+            drafted &= good_row
+        else:
+            q_top, q_total = load_sums(draft_stats, line, drafted, Q_TILES)
+            drafted &= is_good(q_top)
+            q_score = load_draft(q, request, node.to(tl.int64), draft, drafted)
+            q_top = tl.where(drafted, q_top, 0.0)
+            q_total = tl.where(drafted, q_total, 1.0)
+            q_draft = tl.exp((q_score - q_top).to(tl.float64)) / q_total
+    ratio = tl.where(drafted & good & (q_draft > 0.0), p / tl.where(q_draft > 0.0, q_draft, 1.0), 0.0)
 
-    seed = tl.load(seed_ptr + request, mask=exists, other=0)
-    position = tl.load(position_ptr + request, mask=exists, other=0)
+    seed = tl.load(sampling.seed + request, mask=exists, other=0)
+    position = tl.load(rows.position + request, mask=exists, other=0)
     has_residual = drafted & good & sampled
     if RULE == "ratio":
-        u = uniform(seed, position + node + 1, position * 0, ACCEPT)
+        u = uniform(seed, position + node + 1, position * 0, stream("accept"))
         accepted = first_where(u >= ratio, node, NODES_P2, BLOCK_R)
-        line_ptr += request * RECORD
+        record = request
         written = inside & (node == accepted)
-        weight = tl.full(slot.shape, 1.0, tl.float64)
-        tl.store(line_ptr + ACCEPTED, accepted.to(tl.float32), mask=written)
+        weight = tl.full(line.shape, 1.0, tl.float64)
+        tl.store(at(records, record, "accepted"), accepted.to(tl.float32), mask=written)
     else:
         weight = _running_weights(ratio, node, NODES, NODES_P2, BLOCK_R)
-        line_ptr += slot * RECORD
+        record = line
         written = inside
-        tl.store(line_ptr + WEIGHT, weight.to(tl.float32), mask=written)
+        tl.store(at(records, record, "weight"), weight.to(tl.float32), mask=written)
     factor = tl.where(has_residual, weight / tl.where(good, total, 1.0), 0.0)
-    tl.store(line_ptr + P_OFFSET, tl.where(good, top, 0.0), mask=written)
-    tl.store(line_ptr + P_FACTOR, factor.to(tl.float32), mask=written)
-    tl.store(line_ptr + Q_OFFSET, q_top, mask=written)
-    tl.store(line_ptr + Q_FACTOR, (1.0 / q_total).to(tl.float32), mask=written)
+    tl.store(at(records, record, "p_offset"), tl.where(good, top, 0.0), mask=written)
+    tl.store(at(records, record, "p_factor"), factor.to(tl.float32), mask=written)
+    tl.store(at(records, record, "q_offset"), q_top, mask=written)
+    tl.store(at(records, record, "q_factor"), (1.0 / q_total).to(tl.float32), mask=written)
+
+
+@triton.jit
+def _sparse_q(q, request, node, draft, drafted, vocab_size, BLOCK_K: tl.constexpr):
+    """Of a sparse q the probability float64 of the draft, and whether its row is good: no NaN and no +inf."""
+    offs_k = tl.arange(0, BLOCK_K)
+    mask = drafted[:, None] & (offs_k < q.width)[None, :]
+    first = request * q.stride_request + node.to(tl.int64) * q.stride_row
+    token_first = request * q.token_request + node.to(tl.int64) * q.token_row
+    token = tl.load(q.tokens + token_first[:, None] + offs_k[None, :], mask=mask, other=-1)
+    logprob = tl.load(q.scores + first[:, None] + offs_k[None, :], mask=mask, other=float("-inf"))
+    logprob = tl.where((token >= 0) & (token < vocab_size), logprob, float("-inf"))
+    good = tl.sum(tl.where(logprob < float("inf"), 0, 1), axis=1) == 0  # NaN and +inf fail the comparison
+    return tl.sum(tl.where(token == draft[:, None], tl.exp(logprob.to(tl.float64)), 0.0), axis=1), good
 
 
 @triton.jit
@@ -170,131 +147,114 @@ def _running_weights(ratio, node, NODES: tl.constexpr, NODES_P2: tl.constexpr, B
     return tl.reshape(weights, [BLOCK_R * NODES_P2])
 
 
-@triton.jit(do_not_specialize=["num_lines", "num_slots", "num_rows", "nodes"])
+@triton.jit(do_not_specialize=["num_records", "num_lines", "num_rows", "nodes"])
 def residual_mass_kernel(
-    logits_ptr,  # [num_rows, vocab_size]
-    stride_logits_row,
-    tokens_ptr,  # [num_rows] int64
-    query_start_ptr,  # [num_requests + 1] int64
-    temperature_ptr,  # [num_requests] float32
-    threshold_ptr,  # [slots] float32, or null: nothing is truncated
-    q_ptr,
-    q_token_ptr,
-    stride_q_request,
-    stride_q_row,
-    stride_q_token_request,
-    stride_q_token_row,
-    line_ptr,  # [lines, RECORD] float32, from ratio_kernel
-    mass_ptr,  # [lines, num_tiles * SUBS] float32, written
+    target,  # KernelTarget
+    rows,  # KernelRows
+    sampling,  # KernelSampling
+    q,  # KernelQ, or None: a point mass
+    records,  # [records, 5] float32, from ratio_kernel
+    mass,  # [records, num_tiles * SUBS] float32, written
+    num_records,
     num_lines,
-    num_slots,
     num_rows,
-    vocab_size,
     num_tiles,
-    q_width,
-    nodes,  # slots of a request
+    nodes,  # lines of a request
     RULE: tl.constexpr,
-    Q: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """``sum(max(w p - q, 0))`` of each sub-tile, for the lines (requests or slots) that have a residual."""
+    """``sum(max(w p - q, 0))`` of each sub-tile, of the records (requests or lines) that have a residual.
+
+    Grid: (blocks of ``BLOCK_R`` records, tiles).
+    """
     SUBS: tl.constexpr = BLOCK_V // BLOCK_S
     tile = tl.program_id(1)
-    line = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    inside = line < num_lines
-    wanted = inside & (tl.load(line_ptr + line * RECORD + P_FACTOR, mask=inside, other=0.0) > 0.0)
+    record = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    inside = record < num_records
+    wanted = inside & (tl.load(at(records, record, "p_factor"), mask=inside, other=0.0) > 0.0)
     if tl.sum(wanted.to(tl.int32)) == 0:
         return
-    slot = line.to(tl.int64)
+    line = record.to(tl.int64)
     if RULE == "ratio":
-        slot = slot * nodes + tl.load(line_ptr + line * RECORD + ACCEPTED, mask=wanted, other=0.0).to(tl.int64)
+        line = line * nodes + tl.load(at(records, record, "accepted"), mask=wanted, other=0.0).to(tl.int64)
+    place = locate(tl.where(wanted, line, num_lines), num_lines, num_rows, rows, nodes)
     offs_v = (tile * BLOCK_V + tl.arange(0, BLOCK_V))[None, :] + tl.zeros([BLOCK_R, 1], tl.int32)
-    excess = residual(
-        slot, line, wanted, offs_v, logits_ptr, stride_logits_row, tokens_ptr, query_start_ptr, temperature_ptr,
-        threshold_ptr, q_ptr, q_token_ptr, stride_q_request, stride_q_row, stride_q_token_request, stride_q_token_row,
-        line_ptr, num_slots, num_rows, vocab_size, q_width, nodes, Q,
-    )  # fmt: skip
+    excess = residual(place, line, record, wanted, offs_v, target, rows, sampling, q, records)
     sums = tl.sum(tl.reshape(excess, [BLOCK_R, SUBS, BLOCK_S]), axis=2)
-    at = (line.to(tl.int64) * num_tiles + tile)[:, None] * SUBS + tl.arange(0, SUBS)[None, :]
-    tl.store(mass_ptr + at, sums, mask=wanted[:, None])
+    pointers = mass + (record.to(tl.int64) * num_tiles + tile)[:, None] * SUBS + tl.arange(0, SUBS)[None, :]
+    tl.store(pointers, sums, mask=wanted[:, None])
 
 
 @triton.jit
-def residual(
-    slot, line, mask, offs_v, logits_ptr, stride_logits_row, tokens_ptr, query_start_ptr, temperature_ptr,
-    threshold_ptr, q_ptr, q_token_ptr, stride_q_request, stride_q_row, stride_q_token_request, stride_q_token_row,
-    line_ptr, num_slots, num_rows, vocab_size, q_width, nodes, Q: tl.constexpr,
-):  # fmt: skip
-    """``max(w p - q, 0)`` float32 of the tokens ``offs_v`` of each row, both int32 ``[rows, n]``."""
-    row, request, node, _ = locate(tl.where(mask, slot, num_slots), num_slots, num_rows, query_start_ptr, nodes)
-    inside = mask[:, None] & (offs_v < vocab_size)
-    logits = tl.load(logits_ptr + (row * stride_logits_row)[:, None] + offs_v, mask=inside, other=NEGATIVE_INFINITY)
-    temperature = tl.load(temperature_ptr + request, mask=mask, other=0.0)
-    scores = logits.to(tl.float32) * inverse_temperature(temperature)[:, None]
-    line_ptr += line * RECORD
-    p_offset = tl.load(line_ptr + P_OFFSET, mask=mask, other=0.0)
-    p_factor = tl.load(line_ptr + P_FACTOR, mask=mask, other=0.0)
-    if threshold_ptr is not None:
-        threshold = tl.load(threshold_ptr + slot, mask=mask, other=NEGATIVE_INFINITY)
-        scores = tl.where(scores >= threshold[:, None], scores, NEGATIVE_INFINITY)
-    p = tl.exp(scores - p_offset[:, None]) * p_factor[:, None]
-    q_first = (request * stride_q_request + node * stride_q_row)[:, None]
-    if Q == "dense":
-        column = offs_v.to(tl.int64)
-        if q_token_ptr is not None:
-            column = tl.load(q_token_ptr + offs_v, mask=inside, other=-1).to(tl.int64)
-        known = inside & (column >= 0) & (column < q_width)
-        q_score = tl.load(q_ptr + q_first + column, mask=known, other=NEGATIVE_INFINITY)
-        q_offset = tl.load(line_ptr + Q_OFFSET, mask=mask, other=0.0)
-        q_factor = tl.load(line_ptr + Q_FACTOR, mask=mask, other=0.0)
-        q = tl.exp(q_score.to(tl.float32) - q_offset[:, None]) * q_factor[:, None]
-    elif Q == "sparse":
-        q = tl.zeros(offs_v.shape, tl.float32)
-        q_token_first = request * stride_q_token_request + node * stride_q_token_row
-        for k in range(q_width):
-            token = tl.load(q_token_ptr + q_token_first + k, mask=mask, other=-1)
-            logprob = tl.load(q_ptr + request * stride_q_request + node * stride_q_row + k, mask=mask, other=0.0)
-            q += tl.where(offs_v == token[:, None], tl.exp(logprob)[:, None], 0.0)
+def residual(place, line, record, mask, offs_v, target, rows, sampling, q, records):
+    """``max(w p - q, 0)`` float32 of the tokens ``offs_v`` of each row, both int32 ``[rows, n]``.
+
+    ``place`` is what ``locate`` says of the lines.
+    """
+    row, request, node, _ = place
+    inside = mask[:, None] & (offs_v < target.vocab_size)
+    temperature = tl.load(sampling.temperature + request, mask=mask, other=0.0)
+    scores = load_target(target, row, line, offs_v, mask, inside, temperature)
+    p_offset = tl.load(at(records, record, "p_offset"), mask=mask, other=0.0)
+    p_factor = tl.load(at(records, record, "p_factor"), mask=mask, other=0.0)
+    p = weigh(scores, p_offset, p_factor)
+    if q is None:
+        draft = tl.load(rows.tokens + row + 1, mask=mask, other=-1)
+        q_tokens = tl.where(offs_v == draft[:, None], 1.0, 0.0)
+    elif q.tokens is not None:
+        q_tokens = tl.zeros(offs_v.shape, tl.float32)
+        first = request * q.stride_request + node * q.stride_row
+        token_first = request * q.token_request + node * q.token_row
+        for k in range(q.width):
+            token = tl.load(q.tokens + token_first + k, mask=mask, other=-1)
+            logprob = tl.load(q.scores + first + k, mask=mask, other=0.0)
+            q_tokens += tl.where(offs_v == token[:, None], tl.exp(logprob)[:, None], 0.0)
     else:
-        draft = tl.load(tokens_ptr + row + 1, mask=mask, other=-1)
-        q = tl.where(offs_v == draft[:, None], 1.0, 0.0)
-    return tl.maximum(p - q, 0.0)
+        q_scores = load_draft(q, request, node, offs_v, inside)
+        q_offset = tl.load(at(records, record, "q_offset"), mask=mask, other=0.0)
+        q_factor = tl.load(at(records, record, "q_factor"), mask=mask, other=0.0)
+        q_tokens = weigh(q_scores, q_offset, q_factor)
+    return tl.maximum(p - q_tokens, 0.0)
+
+
+@triton.jit
+def find_residual(mass, line, has_residual, u, num_subtiles, SUBTILES: tl.constexpr):
+    """Where in a residual the number ``u`` falls: ``(whether there is one, goal, sub-tile, sum before it)``.
+
+    ``mass [lines, num_subtiles]`` has its sums by sub-tile. Where a residual is lighter than 1e-12 there is none, and
+    the draw is from p, as in ``dspark.ops.accept.reference``.
+    """
+    offs_sub = tl.arange(0, SUBTILES)
+    weight = load_plane(mass, line, has_residual, 0.0, num_subtiles, SUBTILES)
+    weight = summable_residual(weight)
+    total = tl.sum(weight, axis=1)
+    has_residual &= total > 1e-12
+    goal = u * total
+    sub = first_beyond(weight, goal * 0.0, goal, offs_sub)
+    return has_residual, goal, sub, tl.sum(tl.where(offs_sub[None, :] < sub[:, None], weight, 0.0), axis=1)
+
+
+@triton.jit
+def summable_residual(x):
+    """Parts of a residual as float64 that add up exactly: it is part of p, whose mass is 1 but for rounding."""
+    return summable(x.to(tl.float64), 2)
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_rows"])
 def ratio_verdict_kernel(
-    logits_ptr,  # [num_rows, vocab_size]
-    stride_logits_row,
-    tokens_ptr,  # [num_rows] int64
-    query_start_ptr,  # [num_requests + 1] int64
-    temperature_ptr,  # [num_requests] float32
-    seed_ptr,  # [num_requests] int64
-    position_ptr,  # [num_requests] int64
-    threshold_ptr,  # [slots] float32, or null: nothing is truncated
-    stats_ptr,  # planes of rows.py, of the target's rows
-    stride_plane,
-    q_ptr,
-    q_token_ptr,
-    stride_q_request,
-    stride_q_row,
-    stride_q_token_request,
-    stride_q_token_row,
-    line_ptr,  # [lines, RECORD] float32, from ratio_kernel
-    mass_ptr,  # [lines, num_tiles * SUBS] float32, from residual_mass_kernel
-    out_tokens_ptr,  # [num_requests, NODES] int64, written, as are those below
-    out_path_ptr,  # [num_requests, NODES] int64
-    out_logprobs_ptr,  # [num_requests, NODES] float32
-    out_num_ptr,  # [num_requests] int64
-    out_status_ptr,  # [num_requests] int64
+    target,  # KernelTarget
+    rows,  # KernelRows
+    sampling,  # KernelSampling
+    q,  # KernelQ, or None: a point mass
+    stats,  # Statistics of the target's rows
+    records,  # [records, 5] float32, from ratio_kernel
+    mass,  # [records, num_tiles * SUBS] float32, from residual_mass_kernel
+    verdict,  # Verdict, written
     num_requests,
     num_rows,
-    vocab_size,
-    num_tiles,
-    q_width,
     RULE: tl.constexpr,
-    Q: tl.constexpr,
     SAMPLED: tl.constexpr,  # some request samples; else every draw is a largest logit
     RAW: tl.constexpr,
     NODES: tl.constexpr,
@@ -304,92 +264,82 @@ def ratio_verdict_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Draw the token after the accepted drafts, and write the verdict."""
+    """Draw the token after the accepted drafts from the residual ``(w p - q)+``, and write the verdict.
+
+    Where no draft follows, or nothing is left, the draw is from p. Grid: (blocks of ``BLOCK_R`` requests,).
+    """
     SUBS: tl.constexpr = BLOCK_V // BLOCK_S
-    SUBTILES: tl.constexpr = TILES * SUBS
-    num_slots = num_requests * NODES
-    request, node, slot, inside = nodes_of_program(num_requests, NODES, NODES_P2, BLOCK_R)
-    row, _, _, left = locate(tl.where(inside, slot, num_slots), num_slots, num_rows, query_start_ptr, NODES)
-    exists = inside & (left > 0)
-    temperature = tl.load(temperature_ptr + request, mask=exists, other=0.0)
-    draft = tl.load(tokens_ptr + row + 1, mask=exists & (left > 1) & (node + 1 < NODES), other=-1)
+    num_lines = num_requests * NODES
+    num_subtiles = stats.num_tiles * SUBS
+    place = places(num_requests, NODES, NODES_P2, BLOCK_R)
+    request, node, _, inside = place
+    row, exists, followed = rows_of(place, rows, num_requests, num_rows, NODES)
+    temperature = tl.load(sampling.temperature + request, mask=exists, other=0.0)
+    draft = tl.load(rows.tokens + row + 1, mask=followed, other=-1)
     if RULE == "ratio":
-        accepted = tl.load(line_ptr + request * RECORD + ACCEPTED, mask=inside, other=0.0).to(tl.int32)
+        accepted = tl.load(at(records, request, "accepted"), mask=inside, other=0.0).to(tl.int32)
     else:
         accepted = _block_accepted(
-            slot, request, node, exists, seed_ptr, position_ptr, line_ptr, mass_ptr, num_tiles * SUBS, SUBTILES, TILES,
-            NODES_P2, BLOCK_R,
+            place, exists, rows, sampling, records, mass, num_subtiles, TILES, SUBS, NODES_P2, BLOCK_R
         )  # fmt: skip
 
     # One draw per request, at the node where its drafts end.
     drawer = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
     end = tl.max(tl.reshape(accepted, [BLOCK_R, NODES_P2]), axis=1)
-    last_slot = drawer * NODES + end
-    last_row, _, _, last_left = locate(last_slot, num_slots, num_rows, query_start_ptr, NODES)
+    last_line = drawer * NODES + end
+    last_row, _, _, last_left = locate(last_line, num_lines, num_rows, rows, NODES)
     mask = (drawer < num_requests) & (last_left > 0)
-    top, last = load_best(stats_ptr, stride_plane, MAX, ARGMAX, last_slot, mask, num_tiles, TILES)
+    top, last = load_best(stats, "max", "argmax", last_line, mask, TILES)
     mask &= is_good(top)
     if SAMPLED:
-        last_temperature = tl.load(temperature_ptr + drawer, mask=mask, other=0.0)
+        last_temperature = tl.load(sampling.temperature + drawer, mask=mask, other=0.0)
         samples = mask & (last_temperature > 0.0)
-        seed = tl.load(seed_ptr + drawer, mask=mask, other=0)
-        at = tl.load(position_ptr + drawer, mask=mask, other=0) + end + 1
-        u = uniform(seed, at, at * 0, RESIDUAL)
-        line = drawer if RULE == "ratio" else last_slot
-        offs_sub = tl.arange(0, SUBTILES)
-        has_residual = samples & (tl.load(line_ptr + line * RECORD + P_FACTOR, mask=samples, other=0.0) > 0.0)
-        mass = load_plane(mass_ptr, line, has_residual, 0.0, num_tiles * SUBS, SUBTILES).to(tl.float64)
-        mass = summable(mass, HEAVIEST_RESIDUAL)
-        total = tl.sum(mass, axis=1)
-        has_residual &= total > DEGENERATE_MASS
-        goal = u * total
-        sub = first_beyond(mass, goal * 0.0, goal, offs_sub)
-        before = tl.sum(tl.where(offs_sub[None, :] < sub[:, None], mass, 0.0), axis=1)
+        seed = tl.load(sampling.seed + drawer, mask=mask, other=0)
+        drawn_at = tl.load(rows.position + drawer, mask=mask, other=0) + end + 1
+        u = uniform(seed, drawn_at, drawn_at * 0, stream("residual"))
+        record = drawer if RULE == "ratio" else last_line
+        has_residual = samples & (tl.load(at(records, record, "p_factor"), mask=samples, other=0.0) > 0.0)
+        has_residual, goal, sub, before = find_residual(mass, record, has_residual, u, num_subtiles, TILES * SUBS)
         offs_s = tl.arange(0, BLOCK_S)
+        last_place = locate(tl.where(has_residual, last_line, num_lines), num_lines, num_rows, rows, NODES)
         excess = residual(
-            last_slot, line, has_residual, sub[:, None] * BLOCK_S + offs_s[None, :], logits_ptr, stride_logits_row,
-            tokens_ptr, query_start_ptr, temperature_ptr, threshold_ptr, q_ptr, q_token_ptr, stride_q_request,
-            stride_q_row, stride_q_token_request, stride_q_token_row, line_ptr, num_slots, num_rows, vocab_size,
-            q_width, NODES, Q,
+            last_place, last_line, record, has_residual, sub[:, None] * BLOCK_S + offs_s[None, :], target, rows,
+            sampling, q, records,
         )  # fmt: skip
-        excess = summable(excess.to(tl.float64), HEAVIEST_RESIDUAL)
-        from_residual = token_of(sub, first_beyond(excess, before, goal, offs_s), BLOCK_S)
+        from_residual = token_of(sub, first_beyond(summable_residual(excess), before, goal, offs_s), BLOCK_S)
         from_target = draw_from_target(
-            last_slot, samples & ~has_residual, u, last_row * stride_logits_row,
-            inverse_temperature(last_temperature), threshold_ptr, logits_ptr, stats_ptr, stride_plane, vocab_size,
-            num_tiles, TILES, BLOCK_V, BLOCK_S,
+            last_line, samples & ~has_residual, u, target.logits + last_row * target.stride,
+            inverse_temperature(last_temperature), target.threshold, stats, target.vocab_size, TILES, BLOCK_V, BLOCK_S,
         )  # fmt: skip
         drawn = tl.where(has_residual, from_residual, from_target)
         last = tl.where(samples & (drawn >= 0), drawn, last)
     last = spread(tl.where(mask, last, -1), NODES_P2, BLOCK_R)
-    emit(
-        request, node, slot, inside, exists, row * stride_logits_row, temperature, accepted, draft, last, logits_ptr,
-        stats_ptr, stride_plane, out_tokens_ptr, out_path_ptr, out_logprobs_ptr, out_num_ptr, out_status_ptr,
-        num_tiles, RAW, NODES_P2, TILES, BLOCK_R,
-    )  # fmt: skip
+    token = tl.where(node < accepted, draft, last)
+    emit(place, exists, row, accepted, token, verdict, target, stats, temperature, RAW, TILES, NODES_P2, BLOCK_R)
 
 
 @triton.jit
 def _block_accepted(
-    slot, request, node, exists, seed_ptr, position_ptr, line_ptr, mass_ptr, num_subtiles,
-    SUBTILES: tl.constexpr, TILES: tl.constexpr, NODES_P2: tl.constexpr, BLOCK_R: tl.constexpr,
+    place, exists, rows, sampling, records, mass, num_subtiles, TILES: tl.constexpr, SUBS: tl.constexpr,
+    NODES_P2: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """The last node whose uniform is below ``S / (S + 1 - w)``, ``S`` the mass of its residual (algorithm 2).
 
     The uniforms of all nodes are looked at, so they carry the anchor's position: a later round reads others.
     """
-    weight = tl.load(line_ptr + slot * RECORD + WEIGHT, mask=exists, other=0.0).to(tl.float64)
-    has_residual = exists & (tl.load(line_ptr + slot * RECORD + P_FACTOR, mask=exists, other=0.0) > 0.0)
-    mass = tl.zeros(slot.shape, tl.float64)
-    for start in range(0, SUBTILES, TILES):  # a part at a time, for the registers
-        part = load_plane(mass_ptr + start, slot, has_residual, 0.0, num_subtiles, TILES, num_subtiles - start)
-        mass += tl.sum(summable(part.to(tl.float64), HEAVIEST_RESIDUAL), axis=1)
-    mass = tl.where(has_residual, mass, weight)  # nothing is subtracted where no draft follows
+    request, node, line, _ = place
+    weight = tl.load(at(records, line, "weight"), mask=exists, other=0.0).to(tl.float64)
+    has_residual = exists & (tl.load(at(records, line, "p_factor"), mask=exists, other=0.0) > 0.0)
+    seen = tl.zeros(line.shape, tl.float64)
+    for start in range(0, TILES * SUBS, TILES):  # a part at a time, for the registers
+        part = load_plane(mass + start, line, has_residual, 0.0, num_subtiles, TILES, num_subtiles - start)
+        seen += tl.sum(summable_residual(part), axis=1)
+    seen = tl.where(has_residual, seen, weight)  # nothing is subtracted where no draft follows
     rest = 1.0 - weight
-    keep = tl.where(rest > 0.0, mass / tl.where(rest > 0.0, mass + rest, 1.0), 1.0)
-    seed = tl.load(seed_ptr + request, mask=exists, other=0)
-    position = tl.load(position_ptr + request, mask=exists, other=0)
-    u = uniform(seed, position + node, position, ACCEPT)
+    keep = tl.where(rest > 0.0, seen / tl.where(rest > 0.0, seen + rest, 1.0), 1.0)
+    seed = tl.load(sampling.seed + request, mask=exists, other=0)
+    position = tl.load(rows.position + request, mask=exists, other=0)
+    u = uniform(seed, position + node, position, stream("accept"))
     kept = exists & ((node == 0) | (u < keep))
     last = tl.max(tl.reshape(tl.where(kept, node, 0), [BLOCK_R, NODES_P2]), axis=1)
     return spread(last, NODES_P2, BLOCK_R)

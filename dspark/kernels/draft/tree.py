@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dspark.kernels.draft.walk import dot_rows, load_w2
+from dspark.kernels.draft.walk import dot_rows, load_rows
 from dspark.kernels.philox import gumbel
 from dspark.kernels.sample.rows import inverse_temperature, is_good, merge_sums
 
@@ -74,7 +74,7 @@ def tree_level_kernel(
     blocks = tl.cdiv(num_requests, REQUESTS) * parts
     w2 = None
     if HOLD:
-        w2 = load_w2(head.w2, stride_head.w2, offs_v, mask_v, 0, rank, BLOCK_K)
+        w2 = load_rows(head.w2, stride_head.w2, offs_v, mask_v, 0, rank, BLOCK_K)
     for block in range(tl.program_id(1), blocks, tl.num_programs(1)):
         owner = ((block // parts) * REQUESTS + tl.arange(0, REQUESTS)).to(tl.int64)  # [REQUESTS]
         row = tl.arange(0, BLOCK_R)
@@ -243,7 +243,7 @@ def tree_scores_kernel(
     mask_v = offs_v < vocab_size
     w2 = None
     if HOLD:
-        w2 = load_w2(head.w2, stride_head.w2, offs_v, mask_v, 0, rank, BLOCK_K)
+        w2 = load_rows(head.w2, stride_head.w2, offs_v, mask_v, 0, rank, BLOCK_K)
     for start in range(tl.program_id(1) * BLOCK_R, num_places, tl.num_programs(1) * BLOCK_R):
         place = start + tl.arange(0, BLOCK_R)
         inside = place < num_places
@@ -294,18 +294,15 @@ def _bias(
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """What the tokens add to a tile of scores, ``W2 . W1[token]`` ``[tokens, tile]``; ``w2`` is its tile if held."""
-    offs_k = tl.arange(0, BLOCK_K)
-    rows = head.w1 + (token * stride_head.w1)[:, None]
-    there = (alive & (token >= 0))[:, None]
+    there = alive & (token >= 0)
     if w2 is not None:
-        x = tl.load(rows + offs_k[None, :], mask=there & (offs_k < rank)[None, :], other=0.0)
+        x = load_rows(head.w1, stride_head.w1, token, there, 0, rank, BLOCK_K)
         return tl.trans(dot_rows(w2, x, DOT, UPCAST))
     else:
         bias = tl.zeros([offs_v.shape[0], token.shape[0]], tl.float32)
         for start in range(0, rank, BLOCK_K):
-            part = load_w2(head.w2, stride_head.w2, offs_v, mask_v, start, rank, BLOCK_K)
-            mask_k = (start + offs_k < rank)[None, :]
-            x = tl.load(rows + (start + offs_k)[None, :], mask=there & mask_k, other=0.0)
+            part = load_rows(head.w2, stride_head.w2, offs_v, mask_v, start, rank, BLOCK_K)
+            x = load_rows(head.w1, stride_head.w1, token, there, start, rank, BLOCK_K)
             bias += dot_rows(part, x, DOT, UPCAST)
         return tl.trans(bias)
 

@@ -1,8 +1,13 @@
 """What the kernels over rows of logits share: which row a program works on, and how tiles of a row are merged.
 
-A *slot* is a place for a row: node ``i`` of request ``r`` has slot ``r * NODES + i``, whether it exists or not, so that
-grids depend on static shapes alone. A row's vocabulary is cut into *tiles*, and those into *sub-tiles*, the grain at
-which tokens are drawn.
+A *line* is a place for a row: node ``i`` of request ``r`` has line ``r * nodes + i``, whether it exists or not, so that
+grids depend on static shapes alone. Where rows belong to no tree or chain, a line is a row. A row's vocabulary is cut
+into *tiles*, and those into *sub-tiles*, the grain at which tokens are drawn.
+
+Kernels take what belongs together as one group: ``rows`` (:class:`~dspark.ops.Rows`), ``sampling``
+(:class:`~dspark.ops.Sampling`), ``tree`` (:class:`~dspark.ops.Tree`, or None: chains) and ``stats``
+(:class:`~dspark.ops.sample.statistics_launch.Statistics`: the planes of :func:`number_of`, their stride, and the number
+of tiles of a row).
 """
 
 from __future__ import annotations
@@ -12,37 +17,56 @@ import triton.language as tl
 
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 
-# Planes of a statistics buffer: float32 [planes, slots, num_tiles], ints stored as their bits.
-MAX = tl.constexpr(0)  # of the scaled scores; +inf marks a bad tile
-SUM = tl.constexpr(1)  # of exp(score - tile maximum)
-ARGMAX = tl.constexpr(2)
-RAW_MAX = tl.constexpr(3)  # of the logits themselves
-RAW_SUM = tl.constexpr(4)
-BEST = tl.constexpr(5)  # of the perturbed scores
-BEST_TOKEN = tl.constexpr(6)
-SUB_SUM = tl.constexpr(7)  # from here on: [slots, num_tiles * SUBS], the sums of sub-tiles
 
-WIDEST_TILE = tl.constexpr(4096)
-"""No tile holds more tokens, see ``row_config``."""
+@triton.constexpr_function
+def number_of(name):
+    """Which plane of a statistics buffer it is: float32 ``[planes, lines, num_tiles]``, ints stored as their bits.
+
+    ``max``: of the scaled scores; +inf marks a bad tile. ``sum``: of ``exp(score - max)``. ``raw_max``, ``raw_sum``: of
+    the logits themselves. ``best``: of the perturbed scores. The sums of sub-tiles, last, are ``[lines, num_tiles *
+    SUBS]``.
+    """
+    return {
+        "max": 0,
+        "sum": 1,
+        "argmax": 2,
+        "raw_max": 3,
+        "raw_sum": 4,
+        "best": 5,
+        "best_token": 6,
+        "sub_sum": 7,
+    }[name]
 
 
 @triton.jit
-def locate(slot, num_slots, num_rows, query_start_ptr, nodes):
-    """``(row, request, node, rows left from this one on)`` of each slot; none are left where the slot is empty."""
-    inside = slot < num_slots
-    request = tl.where(inside, slot // nodes, 0).to(tl.int64)
-    node = (slot % nodes).to(tl.int64)
-    row = tl.load(query_start_ptr + request, mask=inside, other=0) + node
-    end = tl.minimum(tl.load(query_start_ptr + request + 1, mask=inside, other=0), num_rows)
+def plane(stats, NAME: tl.constexpr):
+    """Where a plane begins."""
+    return stats.planes + tl.full([], number_of(NAME), tl.int64) * stats.stride
+
+
+@triton.jit
+def plane_at(stats_ptr, INDEX: tl.constexpr, stride_plane):
+    """Where the plane of that number begins."""
+    return stats_ptr + tl.full([], INDEX, tl.int64) * stride_plane
+
+
+@triton.jit
+def locate(line, num_lines, num_rows, rows, nodes):
+    """``(row, request, node, rows left from this one on)`` of each line; none are left where the line is empty."""
+    inside = line < num_lines
+    request = tl.where(inside, line // nodes, 0).to(tl.int64)
+    node = (line % nodes).to(tl.int64)
+    row = tl.load(rows.query_start + request, mask=inside, other=0) + node
+    end = tl.minimum(tl.load(rows.query_start + request + 1, mask=inside, other=0), num_rows)
     return row, request, node, tl.maximum(end - row, 0)
 
 
 @triton.jit
-def depth_of(slot, node, mask, depth_ptr):
-    """Depth of each node, as far behind the anchor as its row is; in a chain (``depth_ptr`` null) its number."""
+def depth_of(line, node, mask, tree):
+    """Depth of each node, as far behind the anchor as its row is; in a chain (``tree`` None) its number."""
     depth = node
-    if depth_ptr is not None:
-        depth = tl.maximum(tl.load(depth_ptr + slot, mask=mask, other=0), 0)
+    if tree is not None:
+        depth = tl.maximum(tl.load(tree.depth + line, mask=mask, other=0), 0)
     return depth
 
 
@@ -53,13 +77,19 @@ def inverse_temperature(temperature):
 
 
 @triton.jit
-def is_truncated(request, mask, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr):
+def is_truncated(request, mask, sampling):
     """Whether a row's request asks for top-k, top-p or min-p, and samples."""
-    sampled = tl.load(temperature_ptr + request, mask=mask, other=0.0) > 0.0
-    top_k = tl.load(top_k_ptr + request, mask=mask, other=0)
-    top_p = tl.load(top_p_ptr + request, mask=mask, other=1.0)
-    min_p = tl.load(min_p_ptr + request, mask=mask, other=0.0)
+    sampled = tl.load(sampling.temperature + request, mask=mask, other=0.0) > 0.0
+    top_k = tl.load(sampling.top_k + request, mask=mask, other=0)
+    top_p = tl.load(sampling.top_p + request, mask=mask, other=1.0)
+    min_p = tl.load(sampling.min_p + request, mask=mask, other=0.0)
     return sampled & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
+
+
+@triton.jit
+def is_good(top):
+    """Whether a row's largest score is finite: something can be drawn from it."""
+    return (top > float("-inf")) & (top < float("inf"))
 
 
 @triton.jit
@@ -78,21 +108,15 @@ def merge_sums(tile_max, tile_sum):
     """Tiles ``[rows, tiles]`` of ``sum(exp(x - tile_max))`` merged: the rows' maxima (float32) and sums (float64).
 
     The maximum is +inf where the row is bad, and -inf where nothing in it has any probability. The tiles are added
-    without rounding, see :func:`summable`.
+    without rounding, see :func:`summable`: none holds more than 4,096 tokens (``row_config``) of weight 1 at most.
     """
     row_max = tl.max(tile_max, axis=1)
     finite = is_good(row_max)
     reference = tl.where(finite, row_max, 0.0)
     scale = tl.exp((tile_max - reference[:, None]).to(tl.float64))
     weighted = tl.where(tile_max > float("-inf"), tile_sum.to(tl.float64) * scale, 0.0)
-    weighted = summable(tl.where(finite[:, None], weighted, 0.0), tile_max.shape[1] * WIDEST_TILE)
+    weighted = summable(tl.where(finite[:, None], weighted, 0.0), tile_max.shape[1] * 4096)
     return row_max, tl.sum(weighted, axis=1)
-
-
-@triton.jit
-def plane(stats_ptr, INDEX: tl.constexpr, stride_plane):
-    """Where a plane begins."""
-    return stats_ptr + tl.full([], INDEX, tl.int64) * stride_plane
 
 
 @triton.jit
@@ -104,41 +128,33 @@ def best_of(tile_best, tile_token):
 
 
 @triton.jit
-def load_plane(plane_ptr, slot, mask, other, stride, COLUMNS: tl.constexpr, num_columns=None):
-    """Values ``[rows, COLUMNS]`` of the rows at ``slot``, of which ``num_columns`` (``stride`` if None) are there."""
+def load_plane(plane_ptr, line, mask, other, stride, COLUMNS: tl.constexpr, num_columns=None):
+    """Values ``[rows, COLUMNS]`` of the rows at ``line``, of which ``num_columns`` (``stride`` if None) are there."""
     column = tl.arange(0, COLUMNS)[None, :]
     if num_columns is None:
         num_columns = stride
     return tl.load(
-        plane_ptr + slot.to(tl.int64)[:, None] * stride + column,
+        plane_ptr + line.to(tl.int64)[:, None] * stride + column,
         mask=mask[:, None] & (column < num_columns),
         other=other,
     )
 
 
 @triton.jit
-def load_sums(stats_ptr, stride_plane, slot, mask, num_tiles, TILES: tl.constexpr):
+def load_sums(stats, line, mask, TILES: tl.constexpr):
     """Merged maximum (float32) and sum (float64) of the scaled scores of each row."""
     return merge_sums(
-        load_plane(plane(stats_ptr, MAX, stride_plane), slot, mask, NEGATIVE_INFINITY, num_tiles, TILES),
-        load_plane(plane(stats_ptr, SUM, stride_plane), slot, mask, 0.0, num_tiles, TILES),
+        load_plane(plane(stats, "max"), line, mask, float("-inf"), stats.num_tiles, TILES),
+        load_plane(plane(stats, "sum"), line, mask, 0.0, stats.num_tiles, TILES),
     )
 
 
 @triton.jit
-def load_best(
-    stats_ptr, stride_plane, VALUE: tl.constexpr, TOKEN: tl.constexpr, slot, mask, num_tiles, TILES: tl.constexpr
-):
+def load_best(stats, VALUE: tl.constexpr, TOKEN: tl.constexpr, line, mask, TILES: tl.constexpr):
     """The largest value of each row in plane ``VALUE``, and its token in plane ``TOKEN``."""
-    token = load_plane(plane(stats_ptr, TOKEN, stride_plane), slot, mask, 0.0, num_tiles, TILES)
-    value = load_plane(plane(stats_ptr, VALUE, stride_plane), slot, mask, NEGATIVE_INFINITY, num_tiles, TILES)
+    token = load_plane(plane(stats, TOKEN), line, mask, 0.0, stats.num_tiles, TILES)
+    value = load_plane(plane(stats, VALUE), line, mask, float("-inf"), stats.num_tiles, TILES)
     return best_of(value, token.to(tl.int32, bitcast=True))
-
-
-@triton.jit
-def is_good(top):
-    """Whether a row's largest score is finite: something can be drawn from it."""
-    return (top > float("-inf")) & (top < float("inf"))
 
 
 @triton.jit

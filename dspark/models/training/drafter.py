@@ -20,7 +20,7 @@ from dspark.models.draft_network import DrafterConfig, DSparkNetwork
 from dspark.models.training.loop import Losses, StepLog, Training, initialise, run_training
 from dspark.models.training.target import TINY_TARGET_SHAPE, causal_attend, dense_attention
 from dspark.models.transformer import CausalLM
-from dspark.ops.draft.walk import sequential_step
+from dspark.ops.draft import sequential_step
 from dspark.ops.types import ConfidenceHead
 
 _MAX_LOG_ODDS = 30.0

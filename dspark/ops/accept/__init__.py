@@ -19,60 +19,101 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-import torch
 from torch import Tensor
 
+from dspark.ops.accept import launch, tree_launch
 from dspark.ops.accept.reference import accept_reference
 from dspark.ops.accept.tree_reference import accept_tree_reference
-from dspark.ops.backend import resolve
-from dspark.ops.checks import (
-    FLOAT_DTYPES,
-    check_dtype,
-    check_sampling,
-    check_shape,
-    check_workspace,
-    fits,
-    has_dimensions,
-    sampling_fits,
-)
-from dspark.ops.library.accept import accept_op
-from dspark.ops.tree_checks import check_tree, tree_fits
+from dspark.ops.call import FLOATS, Arg, ScalarArg, TensorArg
+from dspark.ops.groups import Q_OF_TREES, ROWS, SAMPLING, TREE, VERDICT, Q, check_ancestors
+from dspark.ops.op import Op
 from dspark.ops.types import (
+    RULES_OF_TREES,
     Backend,
     DenseQ,
     DraftDistribution,
     Logprobs,
-    PointMass,
+    Rows,
     Rule,
     Sampling,
-    SparseQ,
     Tree,
     Verdict,
 )
 
-_RULES: tuple[Rule, ...] = get_args(Rule)
 RULES_OF_Q: tuple[Rule, ...] = ("ratio", "block", "recursive")
 """Rules that divide by the draft's distribution; a policy must not know their drafts before it decides."""
 
-_LOGPROBS: tuple[Logprobs, ...] = get_args(Logprobs)
-_VERDICT = {
-    "tokens": ("R N", torch.int64),
-    "num_emitted": ("R", torch.int64),
-    "path": ("R N", torch.int64),
-    "logprobs": ("R N", torch.float32),
-    "status": ("R", torch.int64),
-}
+
+def _check_q(sizes: dict[str, int], *, rule: Rule, q: DraftDistribution | None, **_: Any) -> None:
+    drafts = sizes["N"] - 1
+    if rule not in RULES_OF_Q:
+        if q is not None:
+            raise ValueError(f"q: rule {rule!r} does not use the draft's distribution; pass None")
+    elif q is None and drafts > 0:
+        raise ValueError(f"q: rule {rule!r} needs the draft's distribution (DenseQ, SparseQ, PointMass), got None")
+    elif sizes.get("G", drafts) < drafts:
+        got = sizes["G"]
+        raise ValueError(f"q: expected G >= max_query_len - 1 = {drafts} drafts of each request, got {got}")
+    elif isinstance(q, DenseQ) and q.draft_ids is None and sizes["Vd"] != sizes["V"]:
+        known = f'"R G V" with V = {sizes["V"]}'
+        raise ValueError(f"q.logits: expected shape {known} without draft_ids, got {list(q.logits.shape)}")
+
+
+def _check_tree(sizes: dict[str, int], *, rule: Rule, tree: Tree, max_branching: int | None, **given: Any) -> None:
+    _check_q(sizes, rule=rule, **given)
+    check_ancestors(tree)
+    if (max_branching is None) == (rule == "recursive"):
+        needs = "needs the most children of a node" if rule == "recursive" else "does not use it; pass None"
+        raise ValueError(f"max_branching: rule {rule!r} {needs}, got {max_branching}")
+
+
+def _verified(rules: tuple[Rule, ...], q: Arg) -> dict[str, Arg]:
+    """What is verified, and how."""
+    return {
+        "target_logits": TensorArg("T V", FLOATS, layout="rows"),
+        "rows": ROWS,
+        "rule": ScalarArg("str", choices=rules),
+        "sampling": SAMPLING,
+        "q": q,
+        "logprobs": ScalarArg("str", choices=get_args(Logprobs)),
+    }
+
+
+_ACCEPT = Op(
+    "accept",
+    {**_verified(get_args(Rule), Q), "out": VERDICT},
+    reference=accept_reference,
+    plan=launch.plan,
+    run=launch.run,
+    results=["out"],
+    also=_check_q,
+    empty="R",
+    workspace=True,
+)
+_ACCEPT_TREE = Op(
+    "accept_tree",
+    {
+        **_verified(RULES_OF_TREES, Q_OF_TREES),
+        "tree": TREE,
+        "max_branching": ScalarArg("SymInt", least=1, optional=True),
+        "out": VERDICT,
+    },
+    reference=accept_tree_reference,
+    plan=tree_launch.plan,
+    run=tree_launch.run,
+    results=["out"],
+    also=_check_tree,
+    empty="R",
+    workspace=True,
+)
 
 
 def accept(
     target_logits: Tensor,
-    tokens: Tensor,
-    query_start: Tensor,
+    rows: Rows,
     *,
     rule: Rule,
     sampling: Sampling,
-    position: Tensor,
-    max_query_len: int,
     q: DraftDistribution | None = None,
     logprobs: Logprobs = "raw",
     tree: Tree | None = None,
@@ -85,16 +126,12 @@ def accept(
 
     Args:
         target_logits: ``[T, V]`` float32, float16 or bfloat16: the target's logits at each row.
-        tokens: ``[T]`` int64: the verified tokens, of each request its anchor and then its drafts (the nodes of its
-            tree in order). An id outside ``[0, V)``, such as -1, is never accepted.
-        query_start: ``[R + 1]`` int64, first row of each request. A request without rows is padding: it emits nothing
-            and its status is OK. Rows past ``query_start[R]`` are padding too.
+        rows: the rows of ``R`` requests, at most ``N = max_query_len`` of each: its anchor, and then its drafts (the
+            nodes of its tree in order). A request without rows emits nothing and its status is OK. The token that row
+            ``i`` gives is at ``position + i + 1`` (a node of depth ``d``: ``position + d + 1``), and that position is
+            the address of its random numbers.
         rule: ``"coupled"``, ``"ratio"``, ``"block"``, ``"match"`` or ``"recursive"``.
         sampling: parameters of the ``R`` requests, temperature 0 among them or not.
-        position: ``[R]`` int64, absolute position of the anchor; the token that row ``i`` gives is at
-            ``position + i + 1`` (a node of depth ``d``: ``position + d + 1``), and that position is the address of its
-            random numbers.
-        max_query_len: ``N``, the most rows that a request has (1 is the anchor alone); further rows are ignored.
         q: what the drafts were sampled from, after all transforms, for ``G >= N - 1`` drafts of each request:
             :class:`DenseQ`, :class:`SparseQ` or :class:`PointMass`. ``ratio``, ``block`` and ``recursive`` need it
             unless ``N`` is 1; the others take none. On a tree: a :class:`DenseQ` whose row ``i`` is what the children
@@ -125,38 +162,15 @@ def accept(
     Graph-safe. A request's verdict depends on that request's inputs only, bit for bit: not on the other requests, on
     their number or order, or on ``max_query_len`` (given rows of one alignment, see ``docs/accept.md``).
     """
-    if tree is None and rule == "recursive":
-        rule = "ratio"
-    arguments = (target_logits, tokens, query_start, rule, sampling, position, max_query_len, q, logprobs)
-    chain = tree is None and max_branching is None
-    if not (_fits(*arguments, out, workspace) and (chain or tree_fits(tree, max_branching, rule, *arguments[5:8]))):
-        _check(*arguments, out, workspace)
-        check_tree(tree, max_branching, rule, *arguments[5:8])
-    taken = resolve("accept", backend, target_logits)
-    if torch.compiler.is_compiling():
-        verdict = _empty(position, max_query_len) if out is None else out
-        accept_op(*arguments[:6], q, logprobs, tree, max_branching, verdict, workspace, taken)
-        return verdict
-    if taken == "triton":
-        verdict = _empty(position, max_query_len) if out is None else out
-        if tree is None:
-            from dspark.ops.accept.launch import accept_triton
-
-            accept_triton(*arguments, verdict, workspace)
-        else:
-            from dspark.ops.accept.tree_launch import accept_tree_triton
-
-            accept_tree_triton(*arguments, tree, max_branching or 1, verdict, workspace)
-        return verdict
+    verdict: Verdict
     if tree is None:
-        verdict = accept_reference(*arguments)
+        if max_branching is not None:
+            raise ValueError(f"max_branching: a chain has none; pass None without a tree, got {max_branching}")
+        verdict = _ACCEPT(backend, target_logits, rows, rule, sampling, q, logprobs, out, workspace=workspace)
     else:
-        verdict = accept_tree_reference(*arguments, tree, max_branching or 1)
-    if out is None:
-        return verdict
-    for field in _VERDICT:
-        getattr(out, field).copy_(getattr(verdict, field))
-    return out
+        given = (target_logits, rows, rule, sampling, q, logprobs, tree, max_branching)
+        verdict = _ACCEPT_TREE(backend, *given, out, workspace=workspace)
+    return verdict
 
 
 def accept_workspace(
@@ -174,155 +188,7 @@ def accept_workspace(
     ``draft_vocab_size`` is the width of a :class:`DenseQ`, the target's vocabulary by default; ``tree`` says that trees
     are verified, and ``max_branching`` is as there.
     """
-    draft_vocab_size = draft_vocab_size or vocab_size
+    shape = (num_requests, max_query_len, vocab_size, draft_vocab_size or vocab_size)
     if tree:
-        from dspark.ops.accept.tree_launch import workspace_bytes as tree_bytes
-
-        return tree_bytes(num_requests, max_query_len, vocab_size, draft_vocab_size, rule, max_branching or 1)
-    from dspark.ops.accept.launch import workspace_bytes
-
-    rule = "ratio" if rule == "recursive" else rule
-    return workspace_bytes(num_requests, max_query_len, vocab_size, draft_vocab_size, rule)
-
-
-def _empty(position: Tensor, max_query_len: int) -> Verdict:
-    """A verdict to be written."""
-    device, per_request = position.device, position.shape[0]
-    return Verdict(
-        tokens=torch.empty(per_request, max_query_len, dtype=torch.int64, device=device),
-        num_emitted=torch.empty(per_request, dtype=torch.int64, device=device),
-        path=torch.empty(per_request, max_query_len, dtype=torch.int64, device=device),
-        logprobs=torch.empty(per_request, max_query_len, dtype=torch.float32, device=device),
-        status=torch.empty(per_request, dtype=torch.int64, device=device),
-    )
-
-
-def _fits(
-    target_logits: Tensor,
-    tokens: Tensor,
-    query_start: Tensor,
-    rule: Rule,
-    sampling: Sampling,
-    position: Tensor,
-    max_query_len: int,
-    q: DraftDistribution | None,
-    logprobs: Logprobs,
-    out: Verdict | None,
-    workspace: Tensor | None,
-) -> bool:
-    """Whether all is as it should be, found out in a few microseconds. If not, :func:`_check` says what is wrong."""
-    if not (has_dimensions(target_logits, 2) and has_dimensions(position, 1)):
-        return False
-    num_rows, vocab_size = target_logits.shape
-    (num_requests,) = per_request = position.shape
-    return (
-        rule in _RULES
-        and logprobs in _LOGPROBS
-        and max_query_len >= 1
-        and target_logits.dtype in FLOAT_DTYPES
-        and position.dtype is torch.int64
-        and fits(tokens, (num_rows,), torch.int64)
-        and fits(query_start, (num_requests + 1,), torch.int64)
-        and sampling_fits(sampling, per_request)
-        and _q_fits(q, rule, num_requests, max_query_len, vocab_size)
-        and (out is None or _verdict_fits(out, (num_requests, max_query_len)))
-        and (workspace is None or (has_dimensions(workspace, 1) and fits(workspace, workspace.shape[:1], torch.uint8)))
-    )
-
-
-def _q_fits(q: DraftDistribution | None, rule: Rule, num_requests: int, max_query_len: int, vocab_size: int) -> bool:
-    if q is None or rule not in RULES_OF_Q:
-        return q is None and (rule not in RULES_OF_Q or max_query_len == 1)
-    if isinstance(q, PointMass):
-        return True
-    values: Any = getattr(q, "logits" if isinstance(q, DenseQ) else "logprobs", None)
-    if not has_dimensions(values, 3):
-        return False
-    shape = values.shape
-    if shape[0] != num_requests or shape[1] < max_query_len - 1:
-        return False
-    if isinstance(q, SparseQ):
-        return values.dtype is torch.float32 and fits(q.tokens, shape, torch.int64)
-    if values.dtype not in FLOAT_DTYPES:
-        return False
-    return shape[2] == vocab_size if q.draft_ids is None else fits(q.draft_ids, (vocab_size,), torch.int32)
-
-
-def _verdict_fits(out: Verdict, shape: tuple[int, int]) -> bool:
-    return (
-        isinstance(out, Verdict)
-        and fits(out.tokens, shape, torch.int64)
-        and fits(out.num_emitted, shape[:1], torch.int64)
-        and fits(out.path, shape, torch.int64)
-        and fits(out.logprobs, shape, torch.float32)
-        and fits(out.status, shape[:1], torch.int64)
-    )
-
-
-def _check(
-    target_logits: Tensor,
-    tokens: Tensor,
-    query_start: Tensor,
-    rule: Rule,
-    sampling: Sampling,
-    position: Tensor,
-    max_query_len: int,
-    q: DraftDistribution | None,
-    logprobs: Logprobs,
-    out: Verdict | None,
-    workspace: Tensor | None,
-) -> None:
-    """Raise an error that says what is wrong."""
-    if rule not in _RULES:
-        raise ValueError(f"rule: expected one of {', '.join(map(repr, _RULES))}, got {rule!r}")
-    if logprobs not in _LOGPROBS:
-        raise ValueError(f"logprobs: expected one of {', '.join(map(repr, _LOGPROBS))}, got {logprobs!r}")
-    if max_query_len < 1:
-        raise ValueError(f"max_query_len: expected at least 1, got {max_query_len}")
-    sizes: dict[str, int] = {}
-    check_shape("target_logits", target_logits, "T V", sizes)
-    check_dtype("target_logits", target_logits, FLOAT_DTYPES)
-    check_shape("position", position, "R", sizes)
-    check_shape("tokens", tokens, "T", sizes)
-    check_shape("query_start", query_start, "R+1", sizes)
-    for name, tensor in (("tokens", tokens), ("query_start", query_start), ("position", position)):
-        check_dtype(name, tensor, (torch.int64,))
-    check_sampling(sampling, sizes)
-    _check_q(q, rule, max_query_len, sizes)
-    if out is not None:
-        if not isinstance(out, Verdict):
-            raise TypeError(f"out: expected a Verdict, got {type(out).__name__}")
-        sizes["N"] = max_query_len
-        for field, (pattern, dtype) in _VERDICT.items():
-            check_shape(f"out.{field}", getattr(out, field), pattern, sizes)
-            check_dtype(f"out.{field}", getattr(out, field), (dtype,))
-    check_workspace(workspace)
-
-
-def _check_q(q: DraftDistribution | None, rule: Rule, max_query_len: int, sizes: dict[str, int]) -> None:
-    if rule not in RULES_OF_Q:
-        if q is not None:
-            raise ValueError(f"q: rule {rule!r} does not use the draft's distribution; pass None")
-        return
-    if q is None:
-        if max_query_len > 1:
-            raise ValueError(f"q: rule {rule!r} needs the draft's distribution (DenseQ, SparseQ, PointMass), got None")
-        return
-    if isinstance(q, DenseQ):
-        width = "V" if q.draft_ids is None else "Vd"
-        check_shape("q.logits", q.logits, f"R G {width}", sizes)
-        check_dtype("q.logits", q.logits, FLOAT_DTYPES)
-        if q.draft_ids is not None:
-            check_shape("q.draft_ids", q.draft_ids, "V", sizes)
-            check_dtype("q.draft_ids", q.draft_ids, (torch.int32,))
-    elif isinstance(q, SparseQ):
-        check_shape("q.tokens", q.tokens, "R G K", sizes)
-        check_dtype("q.tokens", q.tokens, (torch.int64,))
-        check_shape("q.logprobs", q.logprobs, "R G K", sizes)
-        check_dtype("q.logprobs", q.logprobs, (torch.float32,))
-    elif not isinstance(q, PointMass):
-        raise TypeError(f"q: expected DenseQ, SparseQ, PointMass or None, got {type(q).__name__}")
-    if sizes.get("G", max_query_len) < max_query_len - 1:
-        raise ValueError(
-            f"q: expected G >= max_query_len - 1 = {max_query_len - 1} drafts of each request, got {sizes['G']}"
-        )
+        return tree_launch.workspace_bytes(*shape, rule, max_branching or 1)
+    return launch.workspace_bytes(*shape, rule)

@@ -1,4 +1,4 @@
-"""Launch of the kernels behind ``accept``.
+"""Plan and launch of the kernels behind ``accept``, over chains; and what trees share with them.
 
 ``coupled`` takes two launches and ``match`` three. ``ratio`` and ``block`` take up to five: the draft's statistics only
 when q is dense, the residual's mass only when something is drafted and sampled. Truncation adds two.
@@ -6,259 +6,367 @@ when q is dense, the residual's mass only when something is drafted and sampled.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from dspark.ops.accept.shared_launch import (
-    AcceptPlan,
-    dense_arguments,
-    draw_tokens,
-    gather_for_draw,
-    read_arguments,
-    written_arguments,
-)
 from dspark.ops.launch import (
-    LINE_FIELDS,
+    DRAFT_PLANES,
+    Kernel,
     RowConfig,
-    check_devices,
-    check_unit_stride,
-    contiguous,
-    contiguous_sampling,
-    launch,
     padded,
     power_of_two,
     requests_per_program,
-    scratch,
+    row_config,
     verdict_warps,
 )
-from dspark.ops.sample.statistics_launch import Rows, gather_draft_statistics, gather_statistics
-from dspark.ops.types import DenseQ, DraftDistribution, Logprobs, Rule, Sampling, SparseQ, Verdict
+from dspark.ops.sample.statistics_launch import (
+    KernelRows,
+    KernelTree,
+    Statistics,
+    StatisticsPlan,
+    gather_statistics,
+    kernel_sampling,
+    plan_draw,
+    plan_statistics,
+    statistics_sizes,
+)
+from dspark.ops.types import DenseQ, DraftDistribution, Logprobs, PointMass, Rows, Rule, Sampling, Verdict
+
+RECORD_FIELDS = 5
+"""Floats per record of ``dspark.kernels.accept.ratio``."""
 
 
-@dataclass(frozen=True)
-class _Plan(AcceptPlan):
-    """That of chains; :func:`_plan_of` keeps it from call to call.
+class KernelTarget(NamedTuple):
+    """A target's rows as kernels read scores of them.
 
     Attributes:
-        sparse: ``K`` of a sparse q, else 1.
+        logits: ``[T, V]``.
+        threshold: ``[lines]`` float32, the least scaled score that truncation keeps; None where nothing is truncated.
+        stride: elements between rows.
+        vocab_size: ``V``.
     """
 
-    sparse: int
-
-    @cached_property
-    def num_lines(self) -> int:
-        """Lines of the residual: requests under ``ratio``, slots under ``block``."""
-        return self.num_requests if self.rule == "ratio" else self.slots.count
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Elements of scratch memory: statistics, thresholds, and what the rule needs beside them."""
-        shared = [self.slots.elements, padded(self.slots.count)]
-        if self.rule == "coupled":
-            return shared
-        if self.rule == "match":
-            return [*shared, padded(2 * self.slots.count)]
-        mass = self.num_lines * self.slots.num_tiles * self.slots.config.subs
-        return [*shared, self.draft_slots.draft_elements, padded(self.num_lines * LINE_FIELDS), padded(mass)]
-
-    @cached_property
-    def chain_verdict(self) -> tuple[tuple[int], dict[str, Any]]:
-        """Grid and constant arguments of ``chain_verdict_kernel``."""
-        return self._by_request(self.slots.tiles_p2)
-
-    @cached_property
-    def ratio(self) -> tuple[tuple[int], dict[str, Any]]:
-        """Grid and constant arguments of ``ratio_kernel``."""
-        sparse_p2 = power_of_two(self.sparse)
-        grid, arguments = self._by_request(max(self.slots.tiles_p2, self.draft_slots.tiles_p2, sparse_p2))
-        return grid, {
-            **arguments,
-            "stride_q_plane": self.draft_slots.stride_plane,
-            "q_tiles": self.draft_slots.num_tiles,
-            "Q_TILES": self.draft_slots.tiles_p2,
-            "BLOCK_K": sparse_p2,
-            "vocab_size": self.slots.vocab_size,
-            "RULE": self.rule,
-        }
-
-    @cached_property
-    def mass(self) -> tuple[tuple[int, int], dict[str, Any]]:
-        """Grid and constant arguments of ``residual_mass_kernel``."""
-        own = {"num_lines": self.num_lines, "RULE": self.rule}
-        return (-(-self.num_lines // self.slots.config.block_rows), self.slots.num_tiles), self.slots.tiled | own
-
-    @cached_property
-    def ratio_verdict(self) -> tuple[tuple[int], dict[str, Any]]:
-        """Grid and constant arguments of ``ratio_verdict_kernel``."""
-        grid, arguments = self._by_request(self.sub_columns)
-        held = max(self.nodes_p2 * self.slots.tiles_p2, self.sub_columns)  # by node, and by the one row drawn from
-        return grid, {
-            **arguments,
-            "num_warps": verdict_warps(arguments["BLOCK_R"] * held),
-            "vocab_size": self.slots.vocab_size,
-            "RULE": self.rule,
-            "BLOCK_V": self.slots.config.block_vocab,
-            "BLOCK_S": self.slots.config.block_sub,
-        }
-
-    def _by_request(self, columns: int) -> tuple[tuple[int], dict[str, Any]]:
-        """Grid and arguments of a kernel whose programs take requests, of ``columns`` entries per node."""
-        block_requests = requests_per_program(self.nodes_p2, columns)
-        return (-(-self.num_requests // block_requests),), {
-            **self.tiles,
-            "num_requests": self.num_requests,
-            "NODES": self.nodes,
-            "NODES_P2": self.nodes_p2,
-            "BLOCK_R": block_requests,
-            "num_warps": verdict_warps(block_requests * self.nodes_p2 * columns),
-        }
+    logits: Tensor
+    threshold: Tensor | None
+    stride: int
+    vocab_size: int
 
 
-_plan_of = lru_cache(maxsize=256)(_Plan)
+class KernelQ(NamedTuple):
+    """A draft distribution as kernels read it; there is none of a point mass.
+
+    Attributes:
+        scores: ``[R, G, width]``, those of a dense q, or the log-probabilities of a sparse one.
+        draft_ids: of a dense one.
+        tokens: ``[R, G, width]`` of a sparse one, None of a dense one.
+        stride_request, stride_row: of the scores.
+        token_request, token_row: strides of the tokens.
+        width: scores of a row.
+    """
+
+    scores: Tensor
+    draft_ids: Tensor | None
+    tokens: Tensor | None
+    stride_request: int
+    stride_row: int
+    token_request: int
+    token_row: int
+    width: int
+
+
+def kernel_q(q: DraftDistribution | None, nodes: int) -> KernelQ | None:
+    """The group; None also where nothing is drafted."""
+    if q is None or isinstance(q, PointMass) or nodes == 1:
+        return None
+    if isinstance(q, DenseQ):
+        x = q.logits
+        return KernelQ(x, q.draft_ids, None, x.stride(0), x.stride(1), 0, 0, x.shape[2])
+    x, tokens = q.logprobs, q.tokens
+    return KernelQ(x, None, tokens, x.stride(0), x.stride(1), tokens.stride(0), tokens.stride(1), x.shape[2])
+
+
+class DrawnPlan(NamedTuple):
+    """``coupled`` and ``match``: the statistics, a draw from each row (None: the verdict does it), and the verdict."""
+
+    sizes: Sequence[int]
+    statistics: StatisticsPlan
+    draw: Kernel | None
+    verdict: Kernel
+
+
+class RatioPlan(NamedTuple):
+    """``ratio`` and ``block``: the statistics of target and (dense) draft, what is accepted, the residual's mass (None:
+    there is no residual), and the verdict."""
+
+    sizes: Sequence[int]
+    statistics: StatisticsPlan
+    draft: StatisticsPlan | None
+    ratio: Kernel
+    mass: Kernel | None
+    verdict: Kernel
 
 
 def workspace_bytes(
     num_requests: int,
-    max_query_len: int,
+    nodes: int,
     vocab_size: int,
     draft_vocab_size: int,
     rule: Rule,
     config: RowConfig | None = None,
 ) -> int:
     """Bytes of scratch memory that a call of these sizes takes."""
-    return 4 * sum(_plan_of(rule, num_requests, max_query_len, vocab_size, draft_vocab_size, config, 1).sizes)
+    return 4 * sum(_regions(num_requests, nodes, vocab_size, draft_vocab_size, rule, config))
 
 
-def accept_triton(
+def _regions(
+    num_requests: int, nodes: int, vocab_size: int, draft_vocab_size: int, rule: Rule, config: RowConfig | None
+) -> list[int]:
+    """Elements of the planes, the thresholds, and what the rule needs beside them."""
+    cut, lines = config or row_config(vocab_size), num_requests * nodes
+    shared = [*statistics_sizes(lines, vocab_size, cut)]
+    if rule == "coupled":
+        return shared
+    if rule == "match":
+        return [*shared, padded(2 * lines)]
+    records = lines if rule == "block" else num_requests
+    mass = records * cut.tiles(vocab_size) * cut.subs
+    return [*shared, draft_planes(lines, draft_vocab_size, config), padded(records * RECORD_FIELDS), padded(mass)]
+
+
+def draft_planes(lines: int, draft_vocab_size: int, config: RowConfig | None) -> int:
+    """Elements of the planes of a draft's statistics."""
+    return DRAFT_PLANES * padded(lines * (config or row_config(draft_vocab_size)).tiles(draft_vocab_size))
+
+
+def plan(
+    sizes: dict[str, int],
     target_logits: Tensor,
-    tokens: Tensor,
-    query_start: Tensor,
+    rows: Rows,
     rule: Rule,
     sampling: Sampling,
-    position: Tensor,
-    max_query_len: int,
     q: DraftDistribution | None,
     logprobs: Logprobs,
     out: Verdict,
-    workspace: Tensor | None,
     config: RowConfig | None = None,
-) -> None:
-    """Write the verdict to ``out``; arguments as checked by :func:`dspark.ops.accept`.
-
-    Args:
-        config: how rows are cut; by default what :func:`row_config` says. It changes sums by their rounding only.
-
-    Raises:
-        ValueError: a tensor's layout or the workspace does not serve.
-    """
-    check_unit_stride("target_logits", target_logits)
-    check_devices(
-        target_logits.device,
-        tokens=tokens,
-        query_start=query_start,
-        position=position,
-        seed=sampling.seed,
-        q=q.logits if isinstance(q, DenseQ) else q.tokens if isinstance(q, SparseQ) else None,
-    )
-    written = written_arguments(out, logprobs)
-    vocab_size = target_logits.shape[1]
-    plan = _plan_of(
-        rule,
-        position.shape[0],
-        max_query_len,
-        vocab_size,
-        q.logits.shape[-1] if isinstance(q, DenseQ) else vocab_size,
-        config,
-        q.tokens.shape[-1] if isinstance(q, SparseQ) else 1,
-    )
-    regions = scratch(plan.sizes, target_logits.device, workspace)
-    if plan.num_requests == 0:
-        return
-    rows = Rows(target_logits, contiguous_sampling(sampling), contiguous(position), contiguous(query_start))
-    read = read_arguments(rows, tokens) | {"stats_ptr": regions[0]}
+) -> DrawnPlan | RatioPlan:
+    """The launches of a chain's rule; ``config`` changes sums by their rounding only."""
+    rule, vocab_size = "ratio" if rule == "recursive" else rule, sizes["V"]
+    draft_vocab_size = sizes.get("Vd", vocab_size)
+    regions = _regions(sizes["R"], sizes["N"], vocab_size, draft_vocab_size, rule, config)
     if rule == "coupled" or rule == "match":
-        _accept_drawn(rows, plan, regions, read, written)
-    else:
-        _accept_ratio(rows, plan, regions, q, read, written)
+        return _plan_drawn(sizes, target_logits, rule, sampling, logprobs, regions, config or row_config(vocab_size))
+    return _plan_ratio(sizes, target_logits, rule, sampling, q, logprobs, regions, config)
 
 
-@cache
-def _chain_verdict_kernel() -> Any:
+def plan_drawn(
+    sizes: dict[str, int],
+    target_logits: Tensor,
+    rule: Rule,
+    sampling: Sampling,
+    logprobs: Logprobs,
+    config: RowConfig,
+) -> tuple[StatisticsPlan, Kernel, str]:
+    """Of a rule in which the target draws every row: the statistics, the draw, and the method by which it draws."""
+    method = "greedy" if sampling.all_greedy else "inverse_cdf" if rule == "match" else "gumbel"
+    match, raw = method == "inverse_cdf", logprobs == "raw"
+    statistics = plan_statistics(
+        target_logits,
+        lines=sizes["R"] * sizes["N"],
+        nodes=sizes["N"],
+        truncated=sampling.truncates,
+        noise=method == "gumbel",
+        sums=match or not raw,
+        sub_sums=match,
+        raw=raw,
+        config=config,
+    )
+    return statistics, plan_draw(statistics, target_logits, method, sub_columns(statistics)), method
+
+
+def sub_columns(statistics: StatisticsPlan) -> int:
+    """Columns that a draw holds of a row: sub-tiles, then the tokens of one."""
+    return max(statistics.tiles_p2 * statistics.config.subs, statistics.config.block_sub)
+
+
+def _plan_drawn(
+    sizes: dict[str, int],
+    target_logits: Tensor,
+    rule: Rule,
+    sampling: Sampling,
+    logprobs: Logprobs,
+    regions: Sequence[int],
+    config: RowConfig,
+) -> DrawnPlan:
     from dspark.kernels.accept.chain import chain_verdict_kernel
 
-    return chain_verdict_kernel
+    statistics, draw, method = plan_drawn(sizes, target_logits, rule, sampling, logprobs, config)
+    grid, by_request = _by_request(sizes, statistics.tiles_p2)
+    verdict = Kernel(
+        chain_verdict_kernel,
+        grid,
+        target_logits.device,
+        **by_request,
+        NOISE=method == "gumbel",
+        RAW=logprobs == "raw",
+        TILES=statistics.tiles_p2,
+    )
+    return DrawnPlan(regions, statistics, draw if method == "inverse_cdf" else None, verdict)
 
 
-@cache
-def _ratio_kernels() -> tuple[Any, Any, Any]:
+def _plan_ratio(
+    sizes: dict[str, int],
+    target_logits: Tensor,
+    rule: Rule,
+    sampling: Sampling,
+    q: DraftDistribution | None,
+    logprobs: Logprobs,
+    regions: Sequence[int],
+    config: RowConfig | None,
+) -> RatioPlan:
     from dspark.kernels.accept.ratio import ratio_kernel, ratio_verdict_kernel, residual_mass_kernel
 
-    return ratio_kernel, residual_mass_kernel, ratio_verdict_kernel
+    nodes, device, sampled = sizes["N"], target_logits.device, not sampling.all_greedy
+    lines, cut = sizes["R"] * nodes, config or row_config(sizes["V"])
+    statistics = plan_statistics(
+        target_logits,
+        lines=lines,
+        nodes=nodes,
+        truncated=sampling.truncates,
+        sums=True,
+        sub_sums=sampled,
+        raw=logprobs == "raw",
+        config=cut,
+    )
+    draft = plan_draft(sizes, q, config)
+    q_tiles = statistics.tiles_p2 if draft is None else draft.tiles_p2
+    sparse = power_of_two(sizes.get("K", 1))
+    grid, by_request = _by_request(sizes, max(statistics.tiles_p2, q_tiles, sparse))
+    ratio = Kernel(
+        ratio_kernel, grid, device, **by_request, RULE=rule, TILES=statistics.tiles_p2, Q_TILES=q_tiles, BLOCK_K=sparse
+    )
+    mass = None
+    if sampled and nodes > 1:
+        records = sizes["R"] if rule == "ratio" else lines
+        mass = Kernel(
+            residual_mass_kernel,
+            (-(-records // cut.block_rows), statistics.num_tiles),
+            device,
+            num_records=records,
+            num_lines=lines,
+            num_rows=sizes["T"],
+            num_tiles=statistics.num_tiles,
+            nodes=nodes,
+            RULE=rule,
+            BLOCK_R=cut.block_rows,
+            BLOCK_V=cut.block_vocab,
+            BLOCK_S=cut.block_sub,
+            num_warps=cut.num_warps,
+        )
+    columns = sub_columns(statistics)
+    grid, by_request = _by_request(sizes, columns)
+    held = max(power_of_two(nodes) * statistics.tiles_p2, columns)  # by node, and by the one row drawn from
+    verdict = Kernel(
+        ratio_verdict_kernel,
+        grid,
+        device,
+        **by_request | {"num_warps": verdict_warps(by_request["BLOCK_R"] * held)},
+        RULE=rule,
+        SAMPLED=sampled,
+        RAW=logprobs == "raw",
+        TILES=statistics.tiles_p2,
+        BLOCK_V=cut.block_vocab,
+        BLOCK_S=cut.block_sub,
+    )
+    return RatioPlan(regions, statistics, draft, ratio, mass, verdict)
 
 
-def _accept_drawn(
-    rows: Rows, plan: _Plan, regions: tuple[Tensor, ...], read: dict[str, Any], written: dict[str, Any]
-) -> None:
-    """``coupled`` and ``match``."""
-    method = gather_for_draw(rows, plan, regions, raw=written["RAW"])
-    drawn = draw_tokens(rows, plan, regions, read, method) if method == "inverse_cdf" else None
-    grid, constants = plan.chain_verdict
-    own = {"drawn_ptr": drawn, "NOISE": method == "gumbel"}
-    launch(_chain_verdict_kernel(), grid, constants | read | written | own)
+def plan_draft(sizes: dict[str, int], q: DraftDistribution | None, config: RowConfig | None) -> StatisticsPlan | None:
+    """The statistics of a dense q, at the lines of the nodes that the drafts follow; None where there is none."""
+    nodes = sizes["N"]
+    if not isinstance(q, DenseQ) or nodes == 1:
+        return None
+    config = config or row_config(sizes["Vd"])
+    return plan_statistics(
+        q.logits, lines=sizes["R"] * nodes, nodes=nodes, num_rows=sizes["T"], sums=True, config=config
+    )
 
 
-def _accept_ratio(
+def _by_request(sizes: dict[str, int], columns: int) -> tuple[tuple[int], dict[str, Any]]:
+    """Grid and constants of a kernel whose programs take requests, of ``columns`` entries per node."""
+    nodes_p2 = power_of_two(sizes["N"])
+    block_requests = requests_per_program(nodes_p2, columns)
+    return (-(-sizes["R"] // block_requests),), {
+        "num_requests": sizes["R"],
+        "num_rows": sizes["T"],
+        "NODES": sizes["N"],
+        "NODES_P2": nodes_p2,
+        "BLOCK_R": block_requests,
+        "num_warps": verdict_warps(block_requests * nodes_p2 * columns),
+    }
+
+
+def run(
+    plan: DrawnPlan | RatioPlan,
+    regions: Sequence[Tensor],
+    target_logits: Tensor,
     rows: Rows,
-    plan: _Plan,
-    regions: tuple[Tensor, ...],
+    rule: Rule,
+    sampling: Sampling,
     q: DraftDistribution | None,
-    read: dict[str, Any],
-    written: dict[str, Any],
+    logprobs: Logprobs,
+    out: Verdict,
 ) -> None:
-    """``ratio`` and ``block``."""
-    ratio_kernel, residual_mass_kernel, ratio_verdict_kernel = _ratio_kernels()
-    planes, threshold, draft_planes, lines, mass = regions
-    sampled = not rows.sampling.all_greedy
-    kept = threshold if rows.truncated else None
-    gather_statistics(rows, plan.slots, planes, kept, noise=False, sums=True, sub_sums=sampled, raw=written["RAW"])
-    if isinstance(q, DenseQ) and plan.nodes > 1:
-        gather_draft_statistics(q.logits, read["query_start_ptr"], read["num_rows"], plan.draft_slots, draft_planes)
-    read |= _draft_arguments(q)
-    read |= {"threshold_ptr": kept, "line_ptr": lines}
-    drawn = {"seed_ptr": rows.sampling.seed, "position_ptr": rows.position}
-    grid, constants = plan.ratio
-    launch(ratio_kernel, grid, constants | read | drawn | {"q_stats_ptr": draft_planes})
-    if sampled and plan.nodes > 1:
-        mass_grid, constants = plan.mass
-        weighed = constants | read | {"mass_ptr": mass}
-        del weighed["stats_ptr"]
-        launch(residual_mass_kernel, mass_grid, weighed)
-    grid, constants = plan.ratio_verdict
-    last = constants | read | drawn | written
-    last |= {"mass_ptr": mass, "SAMPLED": sampled}
-    launch(ratio_verdict_kernel, grid, last)
+    """Launch the kernels of a chain's rule."""
+    if isinstance(plan, DrawnPlan):
+        run_drawn(plan, regions, target_logits, rows, sampling, None, out)
+        return
+    planes, threshold, draft_region, records, mass = regions
+    batch, given = KernelRows(*rows[:3]), kernel_sampling(sampling, truncates=False)
+    stats, kept = gather_target(plan.statistics, planes, threshold, target_logits, batch, sampling)
+    target = KernelTarget(target_logits, kept, target_logits.stride(0), plan.statistics.vocab_size)
+    draft = kernel_q(q, rows.max_query_len)
+    draft_stats = None
+    if plan.draft is not None and draft is not None:
+        draft_stats = gather_statistics(plan.draft, draft_region, None, draft.scores, batch)
+    plan.ratio(target, batch, given, draft, stats, draft_stats, records)
+    if plan.mass is not None:
+        plan.mass(target, batch, given, draft, records, mass)
+    plan.verdict(target, batch, given, draft, stats, records, mass, out)
 
 
-def _draft_arguments(q: DraftDistribution | None) -> dict[str, Any]:
-    """What the kernels take of q; no draft at all is like a point mass."""
-    if isinstance(q, SparseQ):
-        check_unit_stride("q.tokens", q.tokens)
-        check_unit_stride("q.logprobs", q.logprobs)
-        return {
-            "q_ptr": q.logprobs,
-            "q_token_ptr": q.tokens,
-            "stride_q_request": q.logprobs.stride(0),
-            "stride_q_row": q.logprobs.stride(1),
-            "stride_q_token_request": q.tokens.stride(0),
-            "stride_q_token_row": q.tokens.stride(1),
-            "q_width": q.tokens.shape[-1],
-            "Q": "sparse",
-        }
-    dense = q if isinstance(q, DenseQ) else None
-    if dense is not None:
-        check_unit_stride("q.logits", dense.logits)
-    kind = "point" if dense is None else "dense"
-    return dense_arguments(dense) | {"stride_q_token_request": 0, "stride_q_token_row": 0, "Q": kind}
+def run_drawn(
+    plan: DrawnPlan,
+    regions: Sequence[Tensor],
+    target_logits: Tensor,
+    rows: Rows,
+    sampling: Sampling,
+    tree: KernelTree | None,
+    out: Verdict,
+) -> None:
+    """Launch the kernels of ``coupled`` and ``match``, over chains or trees."""
+    batch, given = KernelRows(*rows[:3]), kernel_sampling(sampling, truncates=False)
+    stats, kept = gather_target(plan.statistics, regions[0], regions[1], target_logits, batch, sampling, tree)
+    drawn = None
+    if plan.draw is not None:
+        drawn = regions[2].view(torch.int64)
+        plan.draw(target_logits, batch, given, tree, stats, kept, None, drawn)
+    target = KernelTarget(target_logits, None, target_logits.stride(0), plan.statistics.vocab_size)
+    shape = () if tree is None else (tree,)
+    plan.verdict(target, batch, given, *shape, stats, drawn, out)
+
+
+def gather_target(
+    plan: StatisticsPlan,
+    planes: Tensor,
+    threshold: Tensor,
+    logits: Tensor,
+    rows: KernelRows,
+    sampling: Sampling,
+    tree: KernelTree | None = None,
+) -> tuple[Statistics, Tensor | None]:
+    """Run the passes over the target's rows; their statistics, and the thresholds if there are any."""
+    kept, given = None if plan.search is None else threshold, kernel_sampling(sampling, sampling.truncates)
+    return gather_statistics(plan, planes, kept, logits, rows, given, tree), kept

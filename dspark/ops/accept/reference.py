@@ -12,11 +12,12 @@ from torch import Tensor
 
 from dspark.ops.philox import gumbel, uniform
 from dspark.ops.ragged import row_index
-from dspark.ops.sample import inverse_cdf, perturbed_argmax, transform
+from dspark.ops.sample.reference import inverse_cdf, perturbed_argmax, transform
 from dspark.ops.types import (
     DraftDistribution,
     Logprobs,
     PointMass,
+    Rows,
     Rule,
     Sampling,
     SparseQ,
@@ -31,12 +32,9 @@ _DEGENERATE_MASS = 1e-12
 
 def accept_reference(
     target_logits: Tensor,
-    tokens: Tensor,
-    query_start: Tensor,
+    rows: Rows,
     rule: Rule,
     sampling: Sampling,
-    position: Tensor,
-    max_query_len: int,
     q: DraftDistribution | None,
     logprobs: Logprobs,
 ) -> Verdict:
@@ -44,6 +42,7 @@ def accept_reference(
 
     Graph-safe.
     """
+    tokens, query_start, position, max_query_len = rows
     num_rows, vocab_size = target_logits.shape
     num_requests, device = position.shape[0], target_logits.device
     node = torch.arange(max_query_len, device=device)  # [N]
@@ -52,8 +51,8 @@ def accept_reference(
 
     request, offset = row_index(query_start, num_rows)  # [T] each
     length = query_start.diff().clamp(max=max_query_len).unsqueeze(1)  # [R, 1]
-    rows = (query_start[:-1, None] + node).clamp(max=num_rows - 1)  # [R, N], of the batch; past the length: any
-    next_draft = torch.where(node + 1 < length, tokens[(rows + 1).clamp(max=num_rows - 1)], -1)  # [R, N]
+    row = (query_start[:-1, None] + node).clamp(max=num_rows - 1)  # [R, N], of the batch; past the length: any
+    next_draft = torch.where(node + 1 < length, tokens[(row + 1).clamp(max=num_rows - 1)], -1)  # [R, N]
     drawn_at = position.unsqueeze(1) + node + 1  # [R, N]
     seed = sampling.seed.unsqueeze(1)  # [R, 1]
 
@@ -62,15 +61,15 @@ def accept_reference(
         noise = None
         if not sampling.all_greedy:
             noise = gumbel(sampling.seed[request], position[request] + offset + 1, vocab_size, Stream.TARGET)  # [T, V]
-        accepted, last = _match(perturbed_argmax(scores, noise)[rows], next_draft)
+        accepted, last = _match(perturbed_argmax(scores, noise)[row], next_draft)
     else:
-        p = scores.double().softmax(-1)[rows]  # [R, N, V]
+        p = scores.double().softmax(-1)[row]  # [R, N, V]
         residual_u = uniform(seed, drawn_at, Stream.RESIDUAL)  # [R, N]
         if rule == "match":
             accepted, last = _match(inverse_cdf(p, residual_u), next_draft)
         else:
             dense = torch.zeros_like(p) if q is None else draft_probs(q, next_draft, vocab_size)  # [R, N, V]
-            if rule == "ratio":
+            if rule != "block":  # on a chain, "recursive" is "ratio"
                 accept_prob, residual = ratio_verdict(p, dense, next_draft)
                 accepted = _leading(uniform(seed, drawn_at, Stream.ACCEPT) < accept_prob)
             else:
@@ -88,7 +87,7 @@ def accept_reference(
     emitted = node < num_emitted  # [R, N]
     chosen = torch.where(node < accepted, next_draft, last)  # [R, N]
     weights = target_logits.float() if logprobs == "raw" else scores.double()
-    logprob = weights.log_softmax(-1)[rows, chosen.clamp(min=0)].float()  # [R, N]
+    logprob = weights.log_softmax(-1)[row, chosen.clamp(min=0)].float()  # [R, N]
     status = torch.where((length > 0) & ~drawn_ok, int(Status.BAD_LOGITS), int(Status.OK))
     return Verdict(
         tokens=torch.where(emitted, chosen, -1),

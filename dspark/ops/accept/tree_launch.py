@@ -1,4 +1,4 @@
-"""Launch of the kernels behind ``accept`` over trees.
+"""Plan and launch of the kernels behind ``accept`` over trees.
 
 ``coupled`` and ``match`` take three launches. ``recursive`` takes four, and two for each child that a node may have
 (one where nothing is sampled). Truncation adds two.
@@ -6,133 +6,72 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dspark.ops.accept.shared_launch import (
-    AcceptPlan,
-    dense_arguments,
-    draw_tokens,
-    gather_for_draw,
-    read_arguments,
-    written_arguments,
+from dspark.ops.accept.launch import (
+    DrawnPlan,
+    KernelTarget,
+    draft_planes,
+    gather_target,
+    kernel_q,
+    plan_draft,
+    plan_drawn,
+    run_drawn,
 )
-from dspark.ops.launch import (
-    RowConfig,
-    check_devices,
-    check_unit_stride,
-    contiguous,
-    contiguous_sampling,
-    launch,
-    padded,
-    requests_per_program,
-    scratch,
-    verdict_warps,
+from dspark.ops.groups import num_words
+from dspark.ops.launch import Kernel, RowConfig, padded, power_of_two, requests_per_program, row_config, verdict_warps
+from dspark.ops.sample.statistics_launch import (
+    KernelRows,
+    KernelTree,
+    StatisticsPlan,
+    gather_statistics,
+    kernel_sampling,
+    plan_statistics,
+    statistics_sizes,
 )
-from dspark.ops.sample.statistics_launch import Rows, gather_draft_statistics, gather_statistics
-from dspark.ops.tree_checks import num_words
-from dspark.ops.types import DenseQ, DraftDistribution, Logprobs, Rule, Sampling, Tree, Verdict
+from dspark.ops.types import DenseQ, Logprobs, Rows, Rule, Sampling, Tree, Verdict
 
 LINE, STATE, STEP = 4, 5, 2
-"""Numbers per node, and per node and child, of ``dspark.kernels.accept.recursive_residual``."""
+"""Numbers per line (of both kinds), and per rejection, of ``dspark.kernels.accept.recursive_residual``."""
 _TILES_AT_A_TIME = 4
 
 
-@dataclass(frozen=True)
-class TreePlan(AcceptPlan):
-    """That of trees; :func:`plan_of` keeps it from call to call.
+class Record(NamedTuple):
+    """What the steps of ``recursive`` note of each line; see ``dspark.kernels.accept.recursive_residual``.
 
     Attributes:
-        children: most children of a node, under ``recursive``.
+        lines: ``[lines, LINE]`` float64.
+        state: ``[lines, STATE]`` int32.
+        steps: ``[lines, children, STEP]`` float32.
+        rejected: ``[lines, children]`` int32, the rejected tokens.
+        mass: float32, what the last step left of p, by sub-tile.
+        rest: float32, what it left of q, by tile.
     """
 
+    lines: Tensor
+    state: Tensor
+    steps: Tensor
+    rejected: Tensor
+    mass: Tensor
+    rest: Tensor
+
+
+class RecursivePlan(NamedTuple):
+    """``recursive``: the statistics, what is known of each node, the steps (``judge`` and, where something is sampled,
+    ``left_over``; there are ``children`` of them), and the verdict."""
+
+    sizes: Sequence[int]
+    statistics: StatisticsPlan
+    draft: StatisticsPlan | None
+    lines: Kernel
+    judge: Kernel
+    left_over: Kernel | None
     children: int
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Elements of scratch memory: statistics, thresholds, and what the rule needs beside them."""
-        count, shared = self.slots.count, [self.slots.elements, padded(self.slots.count)]
-        if self.rule != "recursive":
-            return [*shared, padded(2 * count)]
-        return [
-            *shared,
-            self.draft_slots.draft_elements,
-            padded(2 * LINE * count),
-            padded(STATE * count),
-            padded(STEP * self.children * count),
-            padded(self.children * count),
-            padded(count * self.slots.num_tiles * self.slots.config.subs),
-            padded(count * self.slots.num_tiles),
-        ]
-
-    @cached_property
-    def verdict(self) -> tuple[tuple[int], dict[str, Any]]:
-        """Grid and constant arguments of ``tree_verdict_kernel``: a warp per request, or one for each 64 nodes."""
-        return (self.num_requests,), self._by_request | self.tiles | {"num_warps": max(1, self.nodes_p2 // 64)}
-
-    @cached_property
-    def lines(self) -> tuple[tuple[int], dict[str, Any]]:
-        """Grid and constant arguments of ``node_lines_kernel``."""
-        block_rows = requests_per_program(1, max(self.slots.tiles_p2, self.draft_slots.tiles_p2))
-        return (-(-self.slots.count // block_rows),), {
-            **self.tiles,
-            "stride_q_plane": self.draft_slots.stride_plane,
-            "num_slots": self.slots.count,
-            "vocab_size": self.vocab_size,
-            "q_tiles": self.draft_slots.num_tiles,
-            "nodes": self.nodes,
-            "Q_TILES": self.draft_slots.tiles_p2,
-            "BLOCK_R": block_rows,
-            "num_warps": 4,
-        }
-
-    @cached_property
-    def judge(self) -> tuple[tuple[int], dict[str, Any]]:
-        """Grid and constant arguments of ``judge_kernel``."""
-        subs = self.slots.config.subs
-        return (self.num_requests,), {
-            **self._by_request,
-            "children": self.children,
-            "SUBS": subs,
-            "BLOCK_T": _TILES_AT_A_TIME,
-            "num_warps": verdict_warps(self.nodes_p2 * subs * _TILES_AT_A_TIME),
-        }
-
-    @cached_property
-    def left_over(self) -> tuple[tuple[int, int], dict[str, Any]]:
-        """Grid and constant arguments of ``left_over_kernel``."""
-        return self.slots.grid, self.slots.tiled | {"children": self.children}
-
-    @cached_property
-    def recursive_verdict(self) -> tuple[tuple[int], dict[str, Any]]:
-        """Grid and constant arguments of ``recursive_verdict_kernel``."""
-        config = self.slots.config
-        return (self.num_requests,), {
-            **self._by_request,
-            **self.tiles,
-            "num_slots": self.slots.count,
-            "vocab_size": self.vocab_size,
-            "children": self.children,
-            "BLOCK_V": config.block_vocab,
-            "BLOCK_S": config.block_sub,
-            "num_warps": 4,
-        }
-
-    @cached_property
-    def _by_request(self) -> dict[str, Any]:
-        return {
-            "num_tiles": self.slots.num_tiles,
-            "nodes": self.nodes,
-            "WORDS": num_words(self.nodes),
-            "NODES_P2": self.nodes_p2,
-        }
-
-
-plan_of = lru_cache(maxsize=256)(TreePlan)
+    verdict: Kernel
 
 
 def workspace_bytes(
@@ -145,137 +84,189 @@ def workspace_bytes(
     config: RowConfig | None = None,
 ) -> int:
     """Bytes of scratch memory that a call of these sizes takes."""
-    return 4 * sum(plan_of(rule, num_requests, nodes, vocab_size, draft_vocab_size, config, children).sizes)
+    return 4 * sum(regions_of(num_requests, nodes, vocab_size, draft_vocab_size, rule, children, config))
 
 
-def accept_tree_triton(
+def regions_of(
+    num_requests: int,
+    nodes: int,
+    vocab_size: int,
+    draft_vocab_size: int,
+    rule: Rule,
+    children: int,
+    config: RowConfig | None = None,
+) -> list[int]:
+    """Elements of the planes, the thresholds, and what the rule needs beside them."""
+    cut, lines = config or row_config(vocab_size), num_requests * nodes
+    shared = [*statistics_sizes(lines, vocab_size, cut)]
+    if rule != "recursive":
+        return [*shared, padded(2 * lines)]
+    tiles = cut.tiles(vocab_size)
+    return [
+        *shared,
+        draft_planes(lines, draft_vocab_size, config),
+        padded(2 * LINE * lines),
+        padded(STATE * lines),
+        padded(STEP * children * lines),
+        padded(children * lines),
+        padded(lines * tiles * cut.subs),
+        padded(lines * tiles),
+    ]
+
+
+def plan(
+    sizes: dict[str, int],
     target_logits: Tensor,
-    tokens: Tensor,
-    query_start: Tensor,
+    rows: Rows,
     rule: Rule,
     sampling: Sampling,
-    position: Tensor,
-    max_query_len: int,
-    q: DraftDistribution | None,
+    q: DenseQ | None,
     logprobs: Logprobs,
     tree: Tree,
-    max_branching: int,
+    max_branching: int | None,
     out: Verdict,
-    workspace: Tensor | None,
     config: RowConfig | None = None,
-) -> None:
-    """Write the verdict to ``out``; arguments as checked by :func:`dspark.ops.accept`.
-
-    Args:
-        config: how rows are cut; by default what :func:`row_config` says. It changes sums by their rounding only.
-
-    Raises:
-        ValueError: a tensor's layout or the workspace does not serve.
-    """
-    check_unit_stride("target_logits", target_logits)
-    dense = q if isinstance(q, DenseQ) else None
-    check_devices(
-        target_logits.device,
-        tokens=tokens,
-        query_start=query_start,
-        position=position,
-        seed=sampling.seed,
-        tree=tree.parents,
-        q=None if dense is None else dense.logits,
-    )
-    written = written_arguments(out, logprobs)
-    vocab_size = target_logits.shape[1]
-    draft_vocab_size = vocab_size if dense is None else dense.logits.shape[-1]
-    plan = plan_of(rule, position.shape[0], max_query_len, vocab_size, draft_vocab_size, config, max_branching)
-    regions = scratch(plan.sizes, target_logits.device, workspace)
-    if plan.num_requests == 0:
-        return
-    depth = contiguous(tree.depth)
-    rows = Rows(
-        target_logits, contiguous_sampling(sampling), contiguous(position), contiguous(query_start), depth=depth
-    )  # fmt: skip
-    read = read_arguments(rows, tokens)
-    shape = {
-        "parents_ptr": contiguous(tree.parents),
-        "ancestors_ptr": contiguous(tree.ancestors),
-        "depth_ptr": depth,
-    }
-    written["stats_ptr"] = regions[0]
-    if rule == "recursive":
-        _accept_recursive(rows, plan, regions, dense, read, shape, written)
-    else:
-        _accept_drawn(rows, plan, regions, read, shape, written)
-
-
-@cache
-def _tree_verdict_kernel() -> Any:
+) -> DrawnPlan | RecursivePlan:
+    """The launches of a tree's rule; ``config`` changes sums by their rounding only."""
     from dspark.kernels.accept.tree import tree_verdict_kernel
 
-    return tree_verdict_kernel
+    nodes, vocab_size, children = sizes["N"], sizes["V"], max_branching or 1
+    regions = regions_of(sizes["R"], nodes, vocab_size, sizes.get("Vd", vocab_size), rule, children, config)
+    by_request = {"nodes": nodes, "num_rows": sizes["T"], "WORDS": num_words(nodes), "NODES_P2": power_of_two(nodes)}
+    if rule == "recursive":
+        return _plan_recursive(sizes, target_logits, sampling, q, logprobs, children, regions, by_request, config)
+    cut = config or row_config(vocab_size)
+    statistics, draw, _ = plan_drawn(sizes, target_logits, rule, sampling, logprobs, cut)
+    verdict = Kernel(
+        tree_verdict_kernel,
+        (sizes["R"],),
+        target_logits.device,
+        **by_request,
+        RAW=logprobs == "raw",
+        TILES=statistics.tiles_p2,
+        num_warps=max(1, by_request["NODES_P2"] // 64),  # a warp, or one for each 64 nodes
+    )
+    return DrawnPlan(regions, statistics, draw, verdict)
 
 
-@cache
-def _recursive_kernels() -> tuple[Any, Any, Any, Any]:
+def _plan_recursive(
+    sizes: dict[str, int],
+    target_logits: Tensor,
+    sampling: Sampling,
+    q: DenseQ | None,
+    logprobs: Logprobs,
+    children: int,
+    regions: Sequence[int],
+    by_request: dict[str, Any],
+    config: RowConfig | None,
+) -> RecursivePlan:
     from dspark.kernels.accept.recursive import judge_kernel, node_lines_kernel, recursive_verdict_kernel
     from dspark.kernels.accept.recursive_residual import left_over_kernel
 
-    return node_lines_kernel, judge_kernel, left_over_kernel, recursive_verdict_kernel
+    nodes, device, sampled = sizes["N"], target_logits.device, not sampling.all_greedy
+    lines, cut = sizes["R"] * nodes, config or row_config(sizes["V"])
+    by_line = {"num_lines": lines, "num_rows": sizes["T"], "nodes": nodes}
+    statistics = plan_statistics(
+        target_logits,
+        lines=lines,
+        nodes=nodes,
+        truncated=sampling.truncates,
+        sums=True,
+        sub_sums=sampled,
+        raw=logprobs == "raw",
+        config=cut,
+    )
+    draft = plan_draft(sizes, q, config)
+    q_tiles = statistics.tiles_p2 if draft is None else draft.tiles_p2
+    block_lines = requests_per_program(1, max(statistics.tiles_p2, q_tiles))
+    judge = Kernel(
+        judge_kernel,
+        (sizes["R"],),
+        device,
+        **by_request,
+        num_tiles=statistics.num_tiles,
+        children=children,
+        SUBS=cut.subs,
+        BLOCK_T=_TILES_AT_A_TIME,
+        num_warps=verdict_warps(by_request["NODES_P2"] * cut.subs * _TILES_AT_A_TIME),
+    )
+    left_over = Kernel(
+        left_over_kernel,
+        statistics.first.grid,
+        device,
+        **by_line,
+        num_tiles=statistics.num_tiles,
+        children=children,
+        BLOCK_R=cut.block_rows,
+        BLOCK_V=cut.block_vocab,
+        BLOCK_S=cut.block_sub,
+        num_warps=cut.num_warps,
+    )
+    return RecursivePlan(
+        sizes=regions,
+        statistics=statistics,
+        draft=draft,
+        lines=Kernel(
+            node_lines_kernel,
+            (-(-lines // block_lines),),
+            device,
+            **by_line,
+            vocab_size=sizes["V"],
+            TILES=statistics.tiles_p2,
+            Q_TILES=q_tiles,
+            BLOCK_R=block_lines,
+            num_warps=4,
+        ),
+        judge=judge,
+        left_over=left_over if sampled else None,
+        children=children if draft is not None else 0,
+        verdict=Kernel(
+            recursive_verdict_kernel,
+            (sizes["R"],),
+            device,
+            **by_request,
+            num_lines=lines,
+            children=children,
+            SAMPLED=sampled,
+            RAW=logprobs == "raw",
+            TILES=statistics.tiles_p2,
+            BLOCK_V=cut.block_vocab,
+            BLOCK_S=cut.block_sub,
+            num_warps=4,
+        ),
+    )
 
 
-def _accept_drawn(
+def run(
+    plan: DrawnPlan | RecursivePlan,
+    regions: Sequence[Tensor],
+    target_logits: Tensor,
     rows: Rows,
-    plan: TreePlan,
-    regions: tuple[Tensor, ...],
-    read: dict[str, Any],
-    shape: dict[str, Any],
-    written: dict[str, Any],
-) -> None:
-    """``coupled`` and ``match``."""
-    method = gather_for_draw(rows, plan, regions, raw=written["RAW"])
-    drawn = draw_tokens(rows, plan, regions, read, method)
-    grid, constants = plan.verdict
-    launch(_tree_verdict_kernel(), grid, constants | read | shape | written | {"drawn_ptr": drawn})
-
-
-def _accept_recursive(
-    rows: Rows,
-    plan: TreePlan,
-    regions: tuple[Tensor, ...],
+    rule: Rule,
+    sampling: Sampling,
     q: DenseQ | None,
-    read: dict[str, Any],
-    shape: dict[str, Any],
-    written: dict[str, Any],
+    logprobs: Logprobs,
+    tree: Tree,
+    max_branching: int | None,
+    out: Verdict,
 ) -> None:
-    """``recursive``; without q there is the anchor alone."""
-    node_lines_kernel, judge_kernel, left_over_kernel, recursive_verdict_kernel = _recursive_kernels()
-    planes, threshold, draft_planes, lines, state, steps, rejected, mass, rest = regions
-    sampled = not rows.sampling.all_greedy
-    kept = threshold if rows.truncated else None
-    gather_statistics(rows, plan.slots, planes, kept, noise=False, sums=True, sub_sums=sampled, raw=written["RAW"])
-    if q is not None and plan.nodes > 1:
-        check_unit_stride("q.logits", q.logits)
-        gather_draft_statistics(q.logits, read["query_start_ptr"], read["num_rows"], plan.draft_slots, draft_planes)
-    lines, state, rejected = lines.view(torch.float64), state.view(torch.int32), rejected.view(torch.int32)
-    record: dict[str, Any] = {"line_ptr": lines, "state_ptr": state}
-    grid, constants = plan.lines
-    arguments = constants | record
-    arguments |= {name: read[name] for name in ("tokens_ptr", "query_start_ptr", "num_rows")}
-    arguments |= {"parents_ptr": shape["parents_ptr"], "stats_ptr": planes, "q_stats_ptr": draft_planes}
-    launch(node_lines_kernel, grid, arguments)
-
-    record |= {"steps_ptr": steps, "rejected_ptr": rejected, "mass_ptr": mass, "threshold_ptr": kept}
-    record |= dense_arguments(q)
-    drawn = {"seed_ptr": rows.sampling.seed, "position_ptr": rows.position}
-    judge_grid, judge = plan.judge
-    weigh_grid, weigh = plan.left_over
-    judge = judge | read | shape | record | drawn | {"rest_ptr": rest}
-    weigh = weigh | read | record | {"rest_ptr": rest}
-    del weigh["tokens_ptr"]
-    for step in range(1, plan.children + 1 if q is not None and plan.nodes > 1 else 1):
-        launch(judge_kernel, judge_grid, judge | {"step": step})
-        if sampled:
-            launch(left_over_kernel, weigh_grid, weigh | {"step": step})
-    grid, constants = plan.recursive_verdict
-    arguments = constants | read | shape | record | drawn | written
-    arguments |= {"SAMPLED": sampled}
-    launch(recursive_verdict_kernel, grid, arguments)
+    """Launch the kernels of a tree's rule; without q there is the anchor alone."""
+    shape = KernelTree(tree.parents, tree.ancestors, tree.depth)
+    if isinstance(plan, DrawnPlan):
+        run_drawn(plan, regions, target_logits, rows, sampling, shape, out)
+        return
+    planes, threshold, draft_region, lines, state, steps, rejected, mass, rest = regions
+    batch, given = KernelRows(*rows[:3]), kernel_sampling(sampling, truncates=False)
+    stats, kept = gather_target(plan.statistics, planes, threshold, target_logits, batch, sampling)
+    target = KernelTarget(target_logits, kept, target_logits.stride(0), plan.statistics.vocab_size)
+    draft, draft_stats = kernel_q(q, rows.max_query_len), None
+    if plan.draft is not None and draft is not None:
+        draft_stats = gather_statistics(plan.draft, draft_region, None, draft.scores, batch)
+    state, rejected = state.view(torch.int32), rejected.view(torch.int32)
+    record = Record(lines.view(torch.float64), state, steps, rejected, mass, rest)
+    plan.lines(batch, shape, stats, draft_stats, record)
+    for step in range(1, plan.children + 1):
+        plan.judge(target, batch, given, shape, draft, record, step)
+        if plan.left_over is not None:
+            plan.left_over(target, batch, given, draft, record, step)
+    plan.verdict(target, batch, given, shape, draft, stats, record, out)

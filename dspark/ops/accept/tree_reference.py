@@ -12,27 +12,26 @@ from torch import Tensor
 from dspark.ops.accept.reference import draft_probs, no_verdict, normalised, token_ratio
 from dspark.ops.philox import gumbel, uniform
 from dspark.ops.ragged import row_index
-from dspark.ops.sample import inverse_cdf, perturbed_argmax, transform
-from dspark.ops.types import DraftDistribution, Logprobs, Rule, Sampling, Status, Stream, Tree, Verdict
+from dspark.ops.sample.reference import inverse_cdf, perturbed_argmax, transform
+from dspark.ops.types import DraftDistribution, Logprobs, Rows, Rule, Sampling, Status, Stream, Tree, Verdict
 
 
 def accept_tree_reference(
     target_logits: Tensor,
-    tokens: Tensor,
-    query_start: Tensor,
+    rows: Rows,
     rule: Rule,
     sampling: Sampling,
-    position: Tensor,
-    max_query_len: int,
     q: DraftDistribution | None,
     logprobs: Logprobs,
     tree: Tree,
-    max_branching: int,
+    max_branching: int | None,
 ) -> Verdict:
     """Verify a ragged batch of drafted trees; arguments, checked before, and result as in ``accept``.
 
     Graph-safe.
     """
+    tokens, query_start, position, max_query_len = rows
+    max_branching = max_branching or 1
     num_rows, vocab_size = target_logits.shape
     num_requests, device = position.shape[0], target_logits.device
     if num_rows == 0 or num_requests == 0:
@@ -41,8 +40,8 @@ def accept_tree_reference(
     node = torch.arange(max_query_len, device=device)  # [N]
     request, offset = row_index(query_start, num_rows)  # [T] each
     length = query_start.diff().clamp(max=max_query_len).unsqueeze(1)  # [R, 1]
-    rows = (query_start[:-1, None] + node).clamp(max=num_rows - 1)  # [R, N], of the batch; past the length: any
-    token = torch.where(node < length, tokens[rows], -1)  # [R, N]
+    row = (query_start[:-1, None] + node).clamp(max=num_rows - 1)  # [R, N], of the batch; past the length: any
+    token = torch.where(node < length, tokens[row], -1)  # [R, N]
     is_child = (tree.parents >= 0) & (tree.parents < node) & (token >= 0) & (token < vocab_size)  # [R, N]
     parent = torch.where(is_child, tree.parents, 0)
     drawn_at = position.unsqueeze(1) + tree.depth.clamp(min=0) + 1  # [R, N]
@@ -54,10 +53,10 @@ def accept_tree_reference(
         if not sampling.all_greedy:
             at = drawn_at[request, offset.clamp(max=max_query_len - 1)]  # [T]
             noise = gumbel(sampling.seed[request], at, vocab_size, Stream.TARGET)  # [T, V]
-        drawn = perturbed_argmax(scores, noise)[rows]  # [R, N]
+        drawn = perturbed_argmax(scores, noise)[row]  # [R, N]
         kept = token == drawn.gather(1, parent)
     else:
-        p = scores.double().softmax(-1)[rows]  # [R, N, V]
+        p = scores.double().softmax(-1)[row]  # [R, N, V]
         residual_u = uniform(seed, drawn_at, Stream.RESIDUAL)  # [R, N]
         if rule == "match" or q is None:
             drawn = inverse_cdf(p, residual_u)
@@ -88,7 +87,7 @@ def accept_tree_reference(
     path = torch.where(emitted, path, 0)
     chosen = torch.where(emitted, drawn.gather(1, path), -1)
     weights = target_logits.float() if logprobs == "raw" else scores.double()
-    logprob = weights.log_softmax(-1)[rows.gather(1, path), chosen.clamp(min=0)].float()  # [R, N]
+    logprob = weights.log_softmax(-1)[row.gather(1, path), chosen.clamp(min=0)].float()  # [R, N]
     status = torch.where((length > 0) & ~ends_well, int(Status.BAD_LOGITS), int(Status.OK))
     return Verdict(
         tokens=chosen,

@@ -2,21 +2,73 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args, overload
+from typing import Any, Literal, get_args, overload
 
 import torch
 from torch import Tensor
 
-from dspark.ops.attention.config import MAX_HEAD_DIM, Split
-from dspark.ops.attention.launch import Sizes, attention_triton, config_of, workspace_bytes
-from dspark.ops.attention.reference import WORD_BITS, attend, attention_layout, log_sum_exp
-from dspark.ops.backend import resolve
-from dspark.ops.checks import FLOAT_DTYPES, INT_DTYPES, check_dtype, check_shape, check_workspace
-from dspark.ops.library import attention as library
+from dspark.ops.attention import launch, reference
+from dspark.ops.attention.launch import Split
+from dspark.ops.call import FLOATS, ScalarArg, TensorArg
+from dspark.ops.groups import QUERY_BATCH, check_scales, pages
+from dspark.ops.op import Op
 from dspark.ops.types import Backend, PagedKV, QueryBatch
 
-_CACHE_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn)
+MAX_HEAD_DIM = 256
 _CHUNK_STEP = 64
+
+
+def _check(
+    sizes: dict[str, int],
+    q: Tensor,
+    kv: PagedKV,
+    batch: QueryBatch,
+    split: Split,
+    num_sms: int | None,
+    chunk: int | None,
+    **_: Any,
+) -> None:
+    check_scales(kv)
+    if sizes["Hkv"] == 0 or sizes["Hq"] % sizes["Hkv"]:
+        raise ValueError(f"q: expected Hq to be a multiple of Hkv = {sizes['Hkv']}, got {list(q.shape)}")
+    if sizes["D"] > MAX_HEAD_DIM:
+        raise ValueError(f"q: expected D <= {MAX_HEAD_DIM}, got {list(q.shape)}")
+    held = reference.WORD_BITS * sizes.get("W", 1)
+    if batch.ancestors is not None and sizes["Q"] > held:
+        raise ValueError(
+            f"batch.max_query_len: the ancestor words name at most {held} rows of a request, got {sizes['Q']}"
+        )
+    if (split == "occupancy") != (num_sms is not None):
+        raise ValueError(f"num_sms: expected a positive number for split 'occupancy', None for others, got {num_sms}")
+    if chunk is not None and (split != "fixed" or chunk % _CHUNK_STEP):
+        raise ValueError(f"chunk: expected a multiple of {_CHUNK_STEP}, for split 'fixed' only, got {chunk}")
+
+
+_VERIFY_ATTENTION = Op(
+    "verify_attention",
+    {
+        "q": TensorArg("T Hq D", FLOATS, layout="rows"),
+        "kv": pages(),
+        "batch": QUERY_BATCH,
+        "scale": ScalarArg("float", optional=True),
+        "window": ScalarArg("SymInt", least=0),
+        "soft_cap": ScalarArg("float", least=0),
+        "sinks": TensorArg("Hq", FLOATS, optional=True, layout="dense"),
+        "return_lse": ScalarArg("bool"),
+        "split": ScalarArg("str", choices=get_args(Split)),
+        "num_sms": ScalarArg("SymInt", least=1, optional=True),
+        "chunk": ScalarArg("SymInt", least=_CHUNK_STEP, optional=True),
+        "out": TensorArg("T Hq D", "q", optional=True, written=True, layout="contiguous"),
+        "lse": TensorArg("T Hq", (torch.float32,), optional=True, written=True, layout="contiguous", when="return_lse"),
+    },
+    reference=reference.verify,
+    plan=launch.plan,
+    run=launch.run,
+    results=["out", "lse"],
+    also=_check,
+    empty="T Hq",
+    workspace=True,
+)
 
 
 @overload
@@ -119,9 +171,9 @@ def verify_attention(
         of exponentiated scores, sinks included, -inf where there is nothing to sum and on padded rows.
 
     Raises:
-        ValueError: a shape or a layout differs, ``Hq`` is not a multiple of ``Hkv``, ``window`` or ``soft_cap`` is
-            negative, more rows than the ancestor words hold, an option that the call does not use, a workspace too
-            small, or the backend is unknown or missing.
+        ValueError: a shape or a layout differs, only one scale is given or the cache is not float8, ``Hq`` is not a
+            multiple of ``Hkv``, ``window`` or ``soft_cap`` is negative, more rows than the ancestor words hold, an
+            option that the call does not use, a workspace too small, or the backend is unknown or missing.
         TypeError: a dtype differs.
 
     Computed in float32; the kernels round the softmax's weights to the dtype of ``q`` before they weigh the values.
@@ -135,26 +187,9 @@ def verify_attention(
 
     Graph-safe: no host read, and shapes come from ``T``, ``B`` and ``max_query_len`` only.
     """
-    sizes = _check(q, kv, batch, window, soft_cap, sinks)
-    _check_options(q, sizes, return_lse, split, num_sms, chunk, out, lse, workspace)
-    taken = resolve("verify_attention", backend, q)
-    scale = sizes["D"] ** -0.5 if scale is None else scale
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    if return_lse and lse is None:
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    if torch.compiler.is_compiling():
-        library.verify_attention_op(
-            q, kv, batch, scale, window, soft_cap, sinks, split, num_sms, chunk, out, lse, workspace, taken
-        )
-    elif taken == "triton":
-        attention_triton(q, kv, batch, scale, window, soft_cap, sinks, out, lse, workspace, split, num_sms, chunk)
-    elif q.shape[0]:
-        layout = attention_layout(batch, q.shape[0], q.shape[1], kv.k.shape[2], kv.page_size, window)
-        result, scores = attend(q, kv, layout, scale=scale, soft_cap=soft_cap, sinks=sinks)
-        out.copy_(result)
-        if lse is not None:
-            lse.copy_(log_sum_exp(scores, layout, q.shape[1]))
-    return out if lse is None else (out, lse)
+    values = (q, kv, batch, scale, window, soft_cap, sinks, return_lse, split, num_sms, chunk, out, lse)
+    result: tuple[Tensor, Tensor] = _VERIFY_ATTENTION(backend, *values, workspace=workspace)
+    return result if return_lse else result[0]
 
 
 def attention_workspace(
@@ -186,84 +221,54 @@ def attention_workspace(
     >>> attention_workspace(1, 8, 8192, num_heads=32, kv_heads=8, head_dim=128, max_query_len=8)
     1464320
     """
-    sizes = Sizes(
-        num_requests, num_rows, num_heads, kv_heads, head_dim, max_query_len, page_size, max_context, dtype.itemsize
-    )
-    return workspace_bytes(sizes, config_of(sizes, split, num_sms, chunk))
+    sizes = {
+        "R": num_requests,
+        "T": num_rows,
+        "Hq": num_heads,
+        "Hkv": kv_heads,
+        "D": head_dim,
+        "Q": max_query_len,
+        "S": page_size,
+        "B": -(-max_context // page_size),
+    }
+    config = launch.config_of(sizes, dtype.itemsize, num_sms if split == "occupancy" else None, chunk)
+    return 4 * sum(launch.part_sizes(sizes, config))
 
 
-def _check(
-    q: Tensor, kv: PagedKV, batch: QueryBatch, window: int, soft_cap: float, sinks: Tensor | None
-) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    check_shape("q", q, "T Hq D", sizes)
-    check_shape("kv.k", kv.k, "P S Hkv D", sizes)
-    check_shape("kv.v", kv.v, "P S Hkv D", sizes)
-    check_shape("batch.context_len", batch.context_len, "R", sizes)
-    check_shape("batch.query_start", batch.query_start, "R+1", sizes)
-    check_shape("batch.block_table", batch.block_table, "R B", sizes)
-    check_shape("batch.positions", batch.positions, "T", sizes)
-    check_dtype("q", q, FLOAT_DTYPES)
-    check_dtype("kv.k", kv.k, _CACHE_DTYPES)
-    check_dtype("kv.v", kv.v, (kv.k.dtype,))
-    for name in ("context_len", "query_start", "block_table", "positions"):
-        check_dtype(f"batch.{name}", getattr(batch, name), INT_DTYPES)
-    for name in ("k_scale", "v_scale"):
-        scale = getattr(kv, name)
-        if scale is not None:
-            check_shape(f"kv.{name}", scale, "Hkv", sizes)
-            check_dtype(f"kv.{name}", scale, (torch.float32,))
-            if kv.k.dtype is not torch.float8_e4m3fn:
-                raise ValueError(f"kv.{name}: only a float8_e4m3fn cache has scales, got {kv.k.dtype}")
-    if batch.ancestors is not None:
-        _check_ancestors(batch.ancestors, batch.max_query_len, sizes)
-    if sizes["Hkv"] == 0 or sizes["Hq"] % sizes["Hkv"]:
-        raise ValueError(f"q: expected Hq to be a multiple of Hkv = {sizes['Hkv']}, got {list(q.shape)}")
-    if sizes["D"] > MAX_HEAD_DIM:
-        raise ValueError(f"q: expected D <= {MAX_HEAD_DIM}, got {list(q.shape)}")
-    if sinks is not None:
-        check_shape("sinks", sinks, "Hq", sizes)
-        check_dtype("sinks", sinks, FLOAT_DTYPES)
-    if window < 0:
-        raise ValueError(f"window: expected a number of tokens or 0 for no limit, got {window}")
-    if soft_cap < 0:
-        raise ValueError(f"soft_cap: expected a positive number or 0 for off, got {soft_cap}")
-    return sizes
+class AttentionPlan:
+    """:func:`verify_attention` of many layers over one batch: the backend is chosen, and what the layers share is
+    computed, once.
 
+    Args:
+        batch: as in :func:`verify_attention`.
+        backend: ``"auto"``, ``"triton"`` or ``"reference"``.
 
-def _check_ancestors(ancestors: Tensor, max_query_len: int, sizes: dict[str, int]) -> None:
-    check_shape("batch.ancestors", ancestors, "T W" if getattr(ancestors, "ndim", 1) == 2 else "T", sizes)
-    check_dtype("batch.ancestors", ancestors, (torch.int64,))
-    held = WORD_BITS * (ancestors.shape[1] if ancestors.ndim == 2 else 1)
-    if max_query_len > held:
-        raise ValueError(
-            f"batch.max_query_len: the ancestor words name at most {held} rows of a request, got {max_query_len}"
-        )
+    Raises:
+        ValueError: the backend is unknown or missing.
+    """
 
+    def __init__(self, batch: QueryBatch, *, backend: Backend = "auto") -> None:
+        self._batch = batch
+        self._backend: Backend = _VERIFY_ATTENTION.choose(backend, batch.positions.device)
+        self._calls_op = self._backend == "triton" or batch.positions.shape[0] == 0
+        self._layouts: dict[tuple[int, ...], reference.AttentionLayout] = {}
 
-def _check_options(
-    q: Tensor,
-    sizes: dict[str, int],
-    return_lse: bool,
-    split: Split,
-    num_sms: int | None,
-    chunk: int | None,
-    out: Tensor | None,
-    lse: Tensor | None,
-    workspace: Tensor | None,
-) -> None:
-    if split not in get_args(Split):
-        raise ValueError(f"split: expected one of {', '.join(map(repr, get_args(Split)))}, got {split!r}")
-    if (split == "occupancy") != (num_sms is not None) or (num_sms is not None and num_sms < 1):
-        raise ValueError(f"num_sms: expected a positive number for split 'occupancy', None for others, got {num_sms}")
-    if chunk is not None and (split != "fixed" or chunk < 1 or chunk % _CHUNK_STEP):
-        raise ValueError(f"chunk: expected a multiple of {_CHUNK_STEP}, for split 'fixed' only, got {chunk}")
-    if out is not None:
-        check_shape("out", out, "T Hq D", sizes)
-        check_dtype("out", out, (q.dtype,))
-    if lse is not None:
-        if not return_lse:
-            raise ValueError("lse: the log-sum-exp is written with return_lse=True only")
-        check_shape("lse", lse, "T Hq", sizes)
-        check_dtype("lse", lse, (torch.float32,))
-    check_workspace(workspace)
+    def run(self, q: Tensor, kv: PagedKV, *, window: int = 0) -> Tensor:
+        """``verify_attention(q, kv, batch, window=window)`` of one layer; of the reference only the first is checked.
+
+        Raises:
+            ValueError, TypeError: as :func:`verify_attention`.
+
+        Graph-safe.
+        """
+        if self._calls_op:
+            return verify_attention(q, kv, self._batch, window=window, backend=self._backend)
+        if not self._layouts:
+            options = (None, window, 0.0, None, False, "fixed", None, None)
+            _VERIFY_ATTENTION.call_of((q, kv, self._batch, *options, None, None))
+        (num_rows, num_heads, _), (_, page_size, kv_heads, _) = q.shape, kv.k.shape
+        key = (num_heads, kv_heads, page_size, window)
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._layouts[key] = reference.attention_layout(self._batch, num_rows, *key)
+        return reference.attend(q, kv, layout)[0]

@@ -42,6 +42,23 @@ class AttentionLayout:
     unseen: Tensor
 
 
+def verify(
+    q: Tensor,
+    kv: PagedKV,
+    batch: QueryBatch,
+    scale: float | None,
+    window: int,
+    soft_cap: float,
+    sinks: Tensor | None,
+    return_lse: bool,
+    *_: object,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`~dspark.ops.verify_attention` of at least one row and head; how the kernels split it does not matter."""
+    layout = attention_layout(batch, q.shape[0], q.shape[1], kv.k.shape[2], kv.page_size, window)
+    out, scores = attend(q, kv, layout, scale=scale, soft_cap=soft_cap, sinks=sinks)
+    return out, log_sum_exp(scores, layout, q.shape[1]) if return_lse else None
+
+
 def attention_layout(
     batch: QueryBatch, num_rows: int, num_heads: int, kv_heads: int, page_size: int, window: int = 0
 ) -> AttentionLayout:
@@ -72,7 +89,7 @@ def attend(
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one layer: :func:`~dspark.ops.attention.verify_attention` without its checks.
+    """Attention of one layer: :func:`~dspark.ops.verify_attention` without its checks.
 
     Returns:
         ``[T, Hq, D]`` in ``q``'s dtype, and the scores ``[R, Hkv, Q * g, L]`` float32 of :func:`log_sum_exp`, with

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from dspark.ops.cache import launch, reference
 from dspark.ops.call import FLOATS, INTS, Arg, ScalarArg, TensorArg
-from dspark.ops.groups import check_scales, pages
+from dspark.ops.groups import ROWS, check_scales, pages
 from dspark.ops.op import Op
-from dspark.ops.types import Backend, PagedKV
+from dspark.ops.types import Backend, PagedKV, Rows
 
 
 def _check_rows(_: dict[str, int], kv: PagedKV, **__: Any) -> None:
@@ -69,12 +69,12 @@ _COMMIT_KV = Op(
         "kv": _STACK,
         "path": TensorArg("R N", (torch.int64,), layout="dense"),
         "num_emitted": TensorArg("R", (torch.int64,), layout="dense"),
-        "query_start": TensorArg("R+1", (torch.int64,), layout="dense"),
+        "rows": ROWS,
         "slots": TensorArg("T", INTS, layout="dense"),
     },
     reference=reference.commit,
     plan=launch.plan_commit,
-    run=launch.run,
+    run=launch.run_commit,
     empty="R N T P S Hkv D",
 )
 _COPY_PAGES = Op(
@@ -115,6 +115,44 @@ def append_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor, *, backend: Back
     Graph-safe: no host read; a padded batch runs the same launches as a full one.
     """
     _APPEND_KV(backend, k, v, kv, slots)
+
+
+class AppendPlan:
+    """:func:`append_kv` of many layers to the same slots: the backend is chosen, and what the layers share is computed,
+    once.
+
+    Args:
+        slots: as in :func:`append_kv`.
+        backend: ``"auto"``, ``"triton"`` or ``"reference"``.
+
+    Raises:
+        ValueError: the backend is unknown or missing.
+    """
+
+    def __init__(self, slots: Tensor, *, backend: Backend = "auto") -> None:
+        self._slots = slots
+        self._backend: Backend = _APPEND_KV.choose(backend, slots.device)
+        self._calls_op = self._backend == "triton" or slots.shape[0] == 0
+        self._destinations: dict[int, reference.Destinations] = {}
+
+    def run(self, k: Tensor, v: Tensor, kv: PagedKV) -> None:
+        """``append_kv(k, v, kv, slots)`` of one layer; of the reference only the first is checked.
+
+        Raises:
+            ValueError, TypeError: as :func:`append_kv`.
+
+        Graph-safe.
+        """
+        if self._calls_op:
+            append_kv(k, v, kv, self._slots, backend=self._backend)
+            return
+        if not self._destinations:
+            _APPEND_KV.call_of((k, v, kv, self._slots))
+        page_size = kv.page_size
+        to = self._destinations.get(page_size)
+        if to is None:
+            to = self._destinations[page_size] = reference.destinations(self._slots, page_size)
+        reference.write(k, v, kv, to)
 
 
 def rope_append_kv(
@@ -166,14 +204,14 @@ def commit_kv(
     kv: PagedKV,
     path: Tensor,
     num_emitted: Tensor,
-    query_start: Tensor,
+    rows: Rows,
     slots: Tensor,
     *,
     backend: Backend = "auto",
 ) -> None:
     """Move the keys and values of accepted paths into consecutive slots, in place.
 
-    Row ``j`` of request ``r`` was written to ``slots[query_start[r] + j]``, the slot of cache position
+    Row ``j`` of request ``r`` was written to ``slots[rows.query_start[r] + j]``, the slot of cache position
     ``context_len[r] + j``. The row ``path[r, i]`` goes to the slot of row ``i``, for ``i < num_emitted[r]``, so that
     afterwards the request's ``context_len[r] + num_emitted[r]`` tokens lie one after the other. Of a chain nothing is
     moved: every bit stays, and next to nothing is read.
@@ -184,9 +222,9 @@ def commit_kv(
 
     Args:
         kv: one layer's pages, ``[P, S, Hkv, D]`` each, or those of all layers, ``[L, P, S, Hkv, D]``, in one launch.
-        path: ``[R, N]`` int64, as in :class:`~dspark.ops.Verdict`.
+        path: ``[R, N]`` int64, as in :class:`~dspark.ops.Verdict`; ``N`` is ``rows.max_query_len``.
         num_emitted: ``[R]`` int64; 0 for padded requests.
-        query_start: ``[R + 1]`` int64, first row of each request of the verified batch.
+        rows: of the verified batch; ``query_start`` is read.
         slots: ``[T]`` int64 or int32, where each of its rows was written.
         backend: ``"auto"``, ``"triton"`` or ``"reference"``.
 
@@ -198,12 +236,13 @@ def commit_kv(
     Graph-safe.
 
     >>> kv = PagedKV(*(torch.tensor([10.0, 11, 12, 13]).view(1, 4, 1, 1).clone() for _ in range(2)))
-    >>> rows = torch.tensor([0, 3]), torch.tensor([1, 2, 3])  # one request, whose three rows follow one token
-    >>> commit_kv(kv, torch.tensor([[0, 2, -1]]), torch.tensor([2]), *rows)
+    >>> one, three = torch.tensor([1]), torch.tensor([1, 2, 3])  # a request whose three rows follow one token
+    >>> rows = Rows(tokens=three, query_start=torch.tensor([0, 3]), position=one, max_query_len=3)
+    >>> commit_kv(kv, torch.tensor([[0, 2, -1]]), torch.tensor([2]), rows, slots=three)
     >>> kv.k.flatten().tolist()
     [10.0, 11.0, 13.0, 13.0]
     """
-    _COMMIT_KV(backend, kv, path, num_emitted, query_start, slots)
+    _COMMIT_KV(backend, kv, path, num_emitted, rows, slots)
 
 
 def copy_pages(kv: PagedKV, source: Tensor, target: Tensor, *, backend: Backend = "auto") -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dspark.ops.call import FLOAT8
 from dspark.ops.launch import Kernel, power_of_two
-from dspark.ops.types import PagedKV
+from dspark.ops.types import PagedKV, Rows
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def plan_commit(
     kv: PagedKV,
     path: Tensor,
     num_emitted: Tensor,
-    query_start: Tensor,
+    rows: Rows,
     slots: Tensor,
     config: CacheConfig | None = None,
 ) -> Kernel:
@@ -174,8 +174,15 @@ def plan_copy(
 
 
 def run(kernel: Kernel, _: Any, *arguments: Any) -> None:
-    """The launch of each of them: its kernel's first arguments are the op's."""
-    kernel(*[_bytes(x) if isinstance(x, PagedKV) else x for x in arguments])
+    """The launch of each but one of them: its kernel's first arguments are the op's."""
+    kernel(*[as_bytes(x) if isinstance(x, PagedKV) else x for x in arguments])
+
+
+def run_commit(
+    kernel: Kernel, _: Any, kv: PagedKV, path: Tensor, num_emitted: Tensor, rows: Rows, slots: Tensor
+) -> None:
+    """The launch of ``commit_kv``; of the rows it reads where each request's begin."""
+    kernel(as_bytes(kv), path, num_emitted, rows.query_start, slots)
 
 
 def _config_of(kv: PagedKV) -> CacheConfig:
@@ -198,7 +205,7 @@ def _pages(kv: PagedKV) -> dict[str, Any]:
     }
 
 
-def _bytes(kv: PagedKV) -> PagedKV:
+def as_bytes(kv: PagedKV) -> PagedKV:
     """A cache as kernels take it: floats of 8 bits travel as bytes, as not every target has instructions for them."""
     if kv.k.dtype is not FLOAT8:
         return kv

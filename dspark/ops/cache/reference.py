@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dspark.ops.call import FLOAT8
-from dspark.ops.types import PagedKV
+from dspark.ops.types import PagedKV, Rows
 
 FLOAT8_MAX = 448.0
 
@@ -88,10 +88,10 @@ def normalised_and_rotated(x: Tensor, weight: Tensor | None, eps: float | None, 
     return x * cos.float() + x.roll(x.shape[-1] // 2, dims=-1) * sin.float()
 
 
-def commit(kv: PagedKV, path: Tensor, num_emitted: Tensor, query_start: Tensor, slots: Tensor) -> None:
+def commit(kv: PagedKV, path: Tensor, num_emitted: Tensor, rows: Rows, slots: Tensor) -> None:
     """:func:`~dspark.ops.commit_kv` of at least one row and request, without its checks."""
     node = torch.arange(path.shape[1], device=path.device)
-    start, end = query_start[:-1, None], query_start[1:, None].clamp(max=slots.shape[0])
+    start, end = rows.query_start[:-1, None], rows.query_start[1:, None].clamp(max=slots.shape[0])
     moved = (node < num_emitted[:, None]) & (path > node) & (start + path < end)  # [R, N]
     last = slots.shape[0] - 1
     source = slots[(start + path).clamp(0, last)]

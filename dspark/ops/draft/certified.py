@@ -1,8 +1,8 @@
 """The certified walk: the tokens of :func:`dspark.ops.draft_walk`, without reading ``W2`` where that can be proven.
 
-Under a Markov head the noise of a slot depends on the request, the position and the token, but not on the token before
-it. So the perturbed base scores ``P_k(v) = U_k(v) / T + g_k(v)`` of all slots are known before the walk. One pass keeps
-the ``K`` largest of each slot, and a table of the checkpoint holds the ``M`` largest biases of each previous token. A
+Under a Markov head the noise of a step depends on the request, the position and the token, but not on the token before
+it. So the perturbed base scores ``P_k(v) = U_k(v) / T + g_k(v)`` of all steps are known before the walk. One pass keeps
+the ``K`` largest of each step, and a table of the checkpoint holds the ``M`` largest biases of each previous token. A
 step then looks at ``K + M`` candidates. Any other token scores at most
 
     bound = (the (K+1)-th largest P_k) + (the (M+1)-th largest B(x)) / T.
@@ -22,32 +22,78 @@ high is not, and the request's walk goes on exactly from there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dspark.ops.backend import resolve
-from dspark.ops.checks import check_dtype, check_shape, check_workspace
-from dspark.ops.draft.certified_reference import walk_certified_reference
+from dspark.ops.call import GroupArg, ScalarArg, TensorArg
+from dspark.ops.draft import certified_launch, certified_reference
 from dspark.ops.draft.certified_table import BiasTable
-from dspark.ops.draft.walk_checks import check_walk
-from dspark.ops.draft.walk_inputs import WalkOutputs, empty_draft
+from dspark.ops.draft.walk import ANCHOR, BASE_LOGITS, BLOCK, TOKENS, check_block, numbers
+from dspark.ops.draft.walk_reference import WalkInputs
+from dspark.ops.groups import MARKOV_HEAD
+from dspark.ops.op import Op
 from dspark.ops.types import Backend, ConfidenceHead, Draft, MarkovHead, Sampling, Stream
 
 
-@dataclass(frozen=True)
-class CertifiedDraft:
+class CertifiedDraft(NamedTuple):
     """A draft, and how much of it is proven.
 
     Attributes:
-        draft: tokens and confidences. Without fallback, a slot that is not certified is as if bad: its token and all
+        draft: tokens and confidences. Without fallback, a step that is not certified is as if bad: its token and all
             later ones of the request are -1.
-        certified: ``[R]`` int64, leading slots of each request that are certified; 0 for a padded one.
+        certified: ``[R]`` int64, leading steps of each request that are certified; 0 for a padded one.
     """
 
     draft: Draft
     certified: Tensor
+
+
+def _check(sizes: dict[str, int], table: BiasTable, top_k: int, fallback: bool, **given: Any) -> None:
+    names = ("base_logits", "anchor", "head", *BLOCK)
+    inputs = WalkInputs(**{name: given[name] for name in names})
+    check_block(sizes, inputs)
+    if inputs.sampling.any_truncation and not inputs.sampling.all_greedy:
+        raise ValueError(
+            "sampling: the certified walk does not truncate; promise any_truncation=False, or take draft_walk"
+        )
+
+
+_TABLE = GroupArg(
+    {
+        BiasTable: {
+            "tokens": TensorArg("V M", (torch.int32,), layout="contiguous"),
+            "biases": TensorArg("V M", (torch.float32,), layout="contiguous"),
+            "bound": TensorArg("V", (torch.float32,), layout="contiguous"),
+            "norm": TensorArg("V", (torch.float32,), layout="contiguous"),
+        }
+    }
+)
+_DRAFT_WALK_CERTIFIED = Op(
+    "draft_walk_certified",
+    {
+        "base_logits": BASE_LOGITS,
+        "anchor": ANCHOR,
+        "head": MARKOV_HEAD,
+        "table": _TABLE,
+        **BLOCK,
+        "top_k": ScalarArg("SymInt", least=1, most=1024),
+        "fallback": ScalarArg("bool"),
+        "tokens": replace(TOKENS, optional=True),
+        "confidence": replace(numbers("confidence_head"), optional=True),
+        "confidence_logits": replace(numbers("confidence_head"), optional=True),
+        "certified": TensorArg("R", (torch.int64,), optional=True, written=True, layout="contiguous"),
+    },
+    reference=certified_reference.walk_certified,
+    plan=certified_launch.plan,
+    run=certified_launch.run,
+    results=["tokens", "confidence", "confidence_logits", "certified"],
+    also=_check,
+    empty="R",
+    workspace=True,
+)
 
 
 def draft_walk_certified(
@@ -77,8 +123,8 @@ def draft_walk_certified(
             ``draft_walk``.
         head: a Markov head.
         table: of that head, see :func:`~dspark.ops.draft.certified_table.build_bias_table`.
-        top_k: ``K``, candidates of a slot.
-        fallback: draw the slots that are not certified by the exact walk, whose launches are always made: graph-safe
+        top_k: ``K``, candidates of a step.
+        fallback: draw the steps that are not certified by the exact walk, whose launches are always made: graph-safe
             without a decision by the host, and programs with nothing left to draw end at once. False leaves the
             decision to the caller, who reads ``certified``; a shorter draft is as lossless as a longer one.
         workspace: ``[bytes]`` uint8, scratch memory of the kernels; None takes some from the allocator.
@@ -93,56 +139,28 @@ def draft_walk_certified(
 
     Graph-safe. Launches of the kernels: 3 without fallback, ``G + 4`` with it.
     """
-    inputs = check_walk(
+    tokens, confidence, confidence_logits, certified = _DRAFT_WALK_CERTIFIED(
+        backend,
         base_logits,
         anchor,
         head,
+        table,
         hidden,
         confidence_head,
+        confidence_hidden,
         sampling,
         position,
         stream,
-        confidence_hidden=confidence_hidden,
+        top_k,
+        fallback,
+        *[None] * 4,
+        workspace=workspace,
     )
-    _check(base_logits, head, table, sampling, top_k, workspace)
-    if resolve("draft_walk_certified", backend, base_logits) == "reference":
-        return CertifiedDraft(*walk_certified_reference(inputs, table, top_k, fallback))
-    from dspark.ops.draft.certified_launch import walk_certified_triton
-
-    result = CertifiedDraft(empty_draft(inputs, WalkOutputs(False)), torch.empty_like(anchor))
-    walk_certified_triton(inputs, table, top_k, fallback, result.draft, result.certified, workspace)
-    return result
+    return CertifiedDraft(Draft(tokens, None, confidence, confidence_logits), certified)
 
 
 def draft_walk_certified_workspace(
     base_logits: Tensor, *, head: MarkovHead, sampling: Sampling, top_k: int = 128
 ) -> int:
     """Bytes of ``workspace`` that :func:`draft_walk_certified` takes for such arguments."""
-    from dspark.ops.draft.certified_launch import certified_workspace_bytes
-
-    return certified_workspace_bytes(base_logits, head, sampling, top_k)
-
-
-def _check(
-    base_logits: Tensor, head: MarkovHead, table: BiasTable, sampling: Sampling, top_k: int, workspace: Tensor | None
-) -> None:
-    if not isinstance(head, MarkovHead):
-        raise TypeError(f"head: expected a MarkovHead, got {type(head).__name__}; other heads take the exact walk")
-    if sampling.any_truncation and not sampling.all_greedy:
-        raise ValueError(
-            "sampling: the certified walk does not truncate; promise any_truncation=False, or take draft_walk"
-        )
-    if not 1 <= top_k <= 1024:
-        raise ValueError(f"top_k: expected 1 to 1024, got {top_k}")
-    if not isinstance(table, BiasTable):
-        raise TypeError(f"table: expected a BiasTable, got {type(table).__name__}")
-    sizes = {"V": base_logits.shape[2]}
-    for name, pattern, dtype in (
-        ("tokens", "V M", torch.int32),
-        ("biases", "V M", torch.float32),
-        ("bound", "V", torch.float32),
-        ("norm", "V", torch.float32),
-    ):
-        check_shape(f"table.{name}", getattr(table, name), pattern, sizes)
-        check_dtype(f"table.{name}", getattr(table, name), (dtype,))
-    check_workspace(workspace)
+    return certified_launch.workspace_bytes(base_logits, head, sampling, top_k)

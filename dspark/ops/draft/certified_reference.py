@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from dspark.ops.draft.certified_table import BiasTable
-from dspark.ops.draft.walk_inputs import WalkInputs, WalkOutputs, head_rank
-from dspark.ops.draft.walk_reference import walk_noise, walk_reference
-from dspark.ops.types import Draft
+from dspark.ops.draft.walk_reference import WalkInputs, walk, walk_noise
+from dspark.ops.types import ConfidenceHead, MarkovHead, Sampling, Stream
 
 ULPS = 2.0**-20
 """What the roundings of a score amount to, of the sizes of its parts."""
@@ -19,25 +18,40 @@ def slack_of(rank: int) -> float:
     return (2 * rank + 32) * 2.0**-22
 
 
-def walk_certified_reference(inputs: WalkInputs, table: BiasTable, top_k: int, fallback: bool) -> tuple[Draft, Tensor]:
-    """The draft, and leading certified slots ``[R]``; arguments, checked before, and result as in the op.
+def walk_certified(
+    base_logits: Tensor,
+    anchor: Tensor,
+    head: MarkovHead,
+    table: BiasTable,
+    hidden: Tensor | None,
+    confidence_head: ConfidenceHead | None,
+    confidence_hidden: Tensor | None,
+    sampling: Sampling,
+    position: Tensor,
+    stream: Stream,
+    top_k: int,
+    fallback: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Tokens, confidences, their logits, and leading certified steps ``[R]``, of arguments that the op has checked.
 
     Graph-safe.
     """
+    inputs = WalkInputs(
+        base_logits, anchor, head, hidden, confidence_head, confidence_hidden, sampling, position, stream
+    )  # fmt: skip
     tokens, certified = certified_steps(inputs, table, top_k)
-    draft = walk_reference(inputs, WalkOutputs(logits=False))
+    draft = walk(*inputs)
     proven = torch.arange(tokens.shape[1], device=tokens.device) < certified[:, None]  # [R, G]
     if fallback:
-        return draft._replace(tokens=torch.where(proven, tokens, draft.tokens)), certified
+        return torch.where(proven, tokens, draft.tokens), draft.confidence, draft.confidence_logits, certified
     logits = draft.confidence_logits
     if logits is not None:
         logits = logits.masked_fill(~proven, -torch.inf)
-    confidence = None if logits is None else logits.sigmoid()
-    return Draft(tokens.masked_fill(~proven, -1), None, confidence, logits), certified
+    return tokens.masked_fill(~proven, -1), None if logits is None else logits.sigmoid(), logits, certified
 
 
 def certified_steps(inputs: WalkInputs, table: BiasTable, top_k: int) -> tuple[Tensor, Tensor]:
-    """Tokens ``[R, G]`` of the walk over candidates, and the leading slots ``[R]`` of them that are certified."""
+    """Tokens ``[R, G]`` of the walk over candidates, and the leading steps ``[R]`` of them that are certified."""
     base, sampling, head = inputs.base_logits.float(), inputs.sampling, inputs.head
     assert head is not None
     vocab_size = base.shape[2]
@@ -47,7 +61,7 @@ def certified_steps(inputs: WalkInputs, table: BiasTable, top_k: int) -> tuple[T
     if not sampling.all_greedy:
         noise = torch.where(sampled[..., None], walk_noise(inputs), 0.0)
     perturbed = base * inverse_t[..., None] + noise  # [R, G, V]
-    perturbed = torch.where(perturbed < torch.inf, perturbed, torch.inf)  # NaN too: nothing is proven of such a slot
+    perturbed = torch.where(perturbed < torch.inf, perturbed, torch.inf)  # NaN too: nothing is proven of such a step
     kept = min(top_k, vocab_size)
     top = perturbed.topk(min(kept + 1, vocab_size), dim=-1)
     values, candidates = top.values[..., :kept], top.indices[..., :kept]
@@ -55,7 +69,7 @@ def certified_steps(inputs: WalkInputs, table: BiasTable, top_k: int) -> tuple[T
 
     proven = (inputs.anchor >= 0) & (inputs.anchor < vocab_size)
     previous = torch.where(proven, inputs.anchor, 0)
-    margin_of_bias = slack_of(head_rank(head)) * inverse_t.squeeze(1)
+    margin_of_bias = slack_of(head.w1.shape[1]) * inverse_t.squeeze(1)
     tokens, certified = [], torch.zeros_like(previous)
     for k in range(base.shape[1]):
         x, w2 = head.w1[previous].float(), head.w2[candidates[:, k]].float()  # [R, r], [R, K, r]

@@ -10,7 +10,7 @@ from torch import Tensor
 from dspark.ops.draft.walk_reference import sequential_step
 from dspark.ops.groups import num_words
 from dspark.ops.philox import gumbel
-from dspark.ops.sample import transform
+from dspark.ops.sample.reference import transform
 from dspark.ops.types import Rule, Sampling, SequentialHead, Stream, Tree, TreeDraft
 
 GREEDY_STEP = 64.0

@@ -1,25 +1,28 @@
-"""How a draft walk is cut into launches: tile sizes as plain functions of shapes, and the scratch memory."""
+"""How a draft walk is cut into launches.
+
+``G + 2`` launches: one before the first step, one per step, one after the last. A recurrent head, and a gated one
+without a table, takes one more per step, for what depends on the hidden state of the step and on the previous token
+together. Truncation needs complete rows and takes three more: statistics, the search for thresholds, and the draw.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dspark.ops.draft.walk_inputs import WalkOutputs, WalkTables, head_rank
-from dspark.ops.launch import padded, power_of_two
-from dspark.ops.sample.launch import workspace_bytes as truncate_workspace
-from dspark.ops.types import GatedHead, RNNHead, Sampling, SequentialHead
+from dspark.ops.draft.walk_reference import WalkInputs
+from dspark.ops.draft.walk_tables import hidden_columns, token_columns
+from dspark.ops.launch import Kernel, padded, power_of_two
+from dspark.ops.sample.launch import TruncatePlan, plan_truncate
+from dspark.ops.sample.statistics_launch import statistics_sizes
+from dspark.ops.types import Draft, GatedHead, MarkovHead, RNNHead, Sampling, SequentialHead
 
-STATS_PLANES = 5
-"""Planes of ``dspark.kernels.draft.walk``."""
 PROGRAMS = 264
 """Two for each multiprocessor of an H100 or H200. Each takes tiles in turn, and reads the previous tokens once."""
-
-Kind = Literal["none", "markov", "gated", "given"]
 
 
 @dataclass(frozen=True)
@@ -70,106 +73,293 @@ def walk_config(vocab_size: int, rank: int, dot: str) -> WalkConfig:
     return WalkConfig(block_vocab=block_vocab, block_rank=min(rank, 32 if dot == "float32" else 64))
 
 
+class BeginShape(NamedTuple):
+    draft_len: int
+    hidden_size: int
+    num_outputs: int
+    hidden_request: int
+    hidden_step: int
+    weight_row: int
+
+
+class StateShape(NamedTuple):
+    draft_len: int
+    num_anchors: int
+    rank: int
+    weight_row: int
+    w1_row: int
+
+
+class StepShape(NamedTuple):
+    draft_len: int
+    num_anchors: int
+    vocab_size: int
+    rank: int
+    num_tiles: int
+    base_request: int
+    base_step: int
+    w1_row: int
+    w2_row: int
+    scores_request: int
+    scores_step: int
+    plane: int
+
+
+class FinishShape(NamedTuple):
+    draft_len: int
+    num_anchors: int
+    vocab_size: int
+    num_tiles: int
+    hidden_size: int
+    rank: int
+    hidden_request: int
+    hidden_step: int
+    w1_row: int
+    scores_request: int
+    scores_step: int
+    plane: int
+
+
 @dataclass(frozen=True)
 class WalkPlan:
-    """What follows from the sizes of a call alone, kept from call to call."""
+    """The launches of a call, and names and elements of the scratch memory (see ``walk_launch.Memory``)."""
+
+    names: Sequence[str]
+    sizes: Sequence[int]
+    draft_len: int
+    begin: Kernel
+    state: Kernel | None
+    step: Kernel
+    truncation: TruncatePlan | None
+    draw: Kernel | None
+    finish: Kernel
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What the sizes of a call come to."""
 
     requests: int
     draft_len: int
     vocab_size: int
     rank: int
-    kind: Kind
-    recurrent: bool
+    gates: int
+    given: bool
     truncated: bool
-    planes: bool
     config: WalkConfig
 
-    @cached_property
+    @property
     def num_tiles(self) -> int:
         return -(-self.vocab_size // self.config.block_vocab)
 
-    @cached_property
-    def stride_plane(self) -> int:
+    @property
+    def plane(self) -> int:
         return padded(self.requests * self.draft_len * self.num_tiles)
 
-    @cached_property
-    def gates(self) -> int:
-        return 3 if self.recurrent else 1
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Elements of scratch memory: keys, projection, input of W2, two states, statistics, and of truncation."""
-        rows, rank = self.requests * self.draft_len, self.rank
-        projected = self.kind == "gated" or self.kind == "given"
-        return [
-            padded(2 * rows),
-            padded(rows * self.gates * rank) if projected else 0,
-            padded(self.requests * rank) if self.kind == "given" else 0,
-            padded(2 * self.requests * rank) if self.recurrent else 0,
-            STATS_PLANES * self.stride_plane if self.planes else 0,
-            padded(self.requests * padded(self.vocab_size)) if self.truncated else 0,
-            padded(self.requests) if self.truncated else 0,
-            truncate_workspace(self.requests, self.vocab_size) // 4 if self.truncated else 0,
-        ]
-
-    @cached_property
-    def row_blocks(self) -> int:
-        return -(-self.requests // self.config.block_rows)
-
-    @cached_property
-    def grid(self) -> tuple[int, int]:
-        """Programs of a step. Without W2 there is nothing to share, and each block of rows gets its own."""
-        return min(self.num_tiles, PROGRAMS), 1 if self.kind != "none" else self.row_blocks
-
-    @cached_property
-    def one_block(self) -> bool:
-        return self.row_blocks <= 1
+    def memory(self, margin: bool, lse: bool) -> dict[str, int]:
+        """Elements of each part of the scratch memory that is taken, by its name in ``walk_launch.Memory``."""
+        rows = self.requests * self.draft_len
+        found = {
+            "keys": padded(2 * rows),
+            "projected": padded(rows * self.gates * self.rank),
+            "given": padded(self.requests * self.rank) if self.given else 0,
+            "states": padded(2 * self.requests * self.rank) if self.gates == 3 else 0,
+            "margin": 3 * self.plane if margin else 0,
+            "lse": 2 * self.plane if lse else 0,
+        }
+        if self.truncated:
+            found["raw"] = padded(self.requests * padded(self.vocab_size))
+            found["threshold"] = padded(self.requests)
+            found["planes"] = statistics_sizes(self.requests, self.vocab_size)[0]
+        return {name: size for name, size in found.items() if size}
 
 
-_kept_plan = lru_cache(maxsize=256)(WalkPlan)
-
-
-def plan_of(
-    base: Tensor,
-    head: SequentialHead | None,
-    sampling: Sampling,
-    outputs: WalkOutputs,
-    tables: WalkTables | None,
-    config: WalkConfig | None,
-) -> WalkPlan:
-    """The plan of a call."""
+def _cut(
+    base: Tensor, head: SequentialHead | None, sampling: Sampling, table: Tensor | None, config: WalkConfig | None
+) -> _Cut:
     requests, draft_len, vocab_size = base.shape
+    given = isinstance(head, RNNHead) or (isinstance(head, GatedHead) and table is None)
+    gates = 3 if isinstance(head, RNNHead) else 1 if isinstance(head, GatedHead) else 0
     rank = head_rank(head)
-    kind: Kind = "none" if head is None else "markov"
-    if isinstance(head, RNNHead):
-        kind = "given"
-    elif isinstance(head, GatedHead):
-        kind = "given" if tables is None or tables.gate is None else "gated"
-    if config is None:
-        config = _config_of(vocab_size, rank, "float32" if head is None else dot_of_w2(head, kind))
-    truncated = sampling.any_truncation and not sampling.all_greedy
-    planes = outputs.margin or outputs.lse
-    return _kept_plan(requests, draft_len, vocab_size, rank, kind, isinstance(head, RNNHead), truncated, planes, config)
-
-
-_config_of = lru_cache(maxsize=256)(walk_config)
+    config = config or walk_config(vocab_size, rank, _dot_of_w2(head))
+    return _Cut(requests, draft_len, vocab_size, rank, gates, given, sampling.truncates, config)
 
 
 def workspace_bytes(
     base: Tensor,
     head: SequentialHead | None,
     sampling: Sampling,
-    outputs: WalkOutputs,
-    tables: WalkTables | None = None,
-    config: WalkConfig | None = None,
+    table: Tensor | None,
+    *,
+    margin: bool,
+    lse: bool,
 ) -> int:
-    """Bytes of scratch memory that such a call takes."""
-    return 4 * sum(plan_of(base, head, sampling, outputs, tables, config).sizes)
+    """Bytes of scratch memory of a call with such arguments, where ``table`` is the one of the gate."""
+    return 4 * sum(_cut(base, head, sampling, table, None).memory(margin, lse).values())
 
 
-def dot_of_w2(head: SequentialHead, kind: Kind) -> str:
+def plan(sizes: dict[str, int], *values: Any, config: WalkConfig | None = None) -> WalkPlan:
+    """The launches of a call of ``draft_walk``."""
+    *given, draft = values
+    return plan_walk(WalkInputs(*given), draft, config)
+
+
+def plan_walk(inputs: WalkInputs, draft: Draft, config: WalkConfig | None = None) -> WalkPlan:
+    """The launches of a walk, of whose arguments only shapes, strides, dtypes and scalars count."""
+    from dspark.kernels.draft.walk import walk_draw_kernel, walk_step_kernel
+    from dspark.kernels.draft.walk_block import walk_begin_kernel, walk_finish_kernel, walk_state_kernel
+
+    base, head, hidden, tables = inputs.base_logits, inputs.head, inputs.hidden, inputs.tables
+    cut = _cut(base, head, inputs.sampling, None if tables is None else tables.gate, config)
+    config, device, upcast = cut.config, base.device, base.device.type == "cpu"
+    requests, draft_len, rank = cut.requests, cut.draft_len, cut.rank
+    rows, row_blocks = requests * draft_len, -(-requests // config.block_rows)
+    scores_request, scores_step = two_strides(draft.logits)
+    plane = cut.plane if inputs.return_margin or inputs.return_lse else 0
+    memory = cut.memory(inputs.return_margin, inputs.return_lse)
+
+    shape, dot, blocks_of_outputs = BeginShape(draft_len, 0, 0, 0, 0, 0), "float32", 1
+    if isinstance(head, GatedHead | RNNHead) and hidden is not None:
+        weight = hidden_columns(head)
+        strides = (*hidden.stride()[:2], weight.stride(0))
+        shape = BeginShape(draft_len, hidden.shape[2], weight.shape[0], *strides)
+        dot, blocks_of_outputs = dot_of(weight.dtype, hidden.dtype), -(-weight.shape[0] // 32)
+    begin = Kernel(
+        walk_begin_kernel,
+        (-(-rows // config.block_rows), blocks_of_outputs),
+        device,
+        num_rows=rows,
+        shape=shape,
+        DOT=dot,
+        UPCAST=upcast,
+        BLOCK_R=config.block_rows,
+        BLOCK_N=32,
+        BLOCK_K=config.block_hidden,
+        num_warps=4,
+    )
+
+    state = None
+    if cut.given:
+        assert isinstance(head, GatedHead | RNNHead)
+        weight = state_weight(head)
+        state = Kernel(
+            walk_state_kernel,
+            (row_blocks, -(-rank // config.block_units)),
+            device,
+            num_requests=requests,
+            shape=StateShape(draft_len, inputs.num_anchors, rank, weight.stride(0), head.w1.stride(0)),
+            RECURRENT=cut.gates == 3,
+            DOT_TOKEN=dot_of(weight.dtype, head.w1.dtype),
+            DOT_STATE=dot_of(weight.dtype, torch.float32),
+            UPCAST=upcast,
+            BLOCK_R=config.block_rows,
+            BLOCK_N=config.block_units,
+            BLOCK_K=config.block_state,
+            num_warps=4,
+        )
+
+    of_step = StepShape(
+        draft_len=draft_len,
+        num_anchors=inputs.num_anchors,
+        vocab_size=cut.vocab_size,
+        rank=rank,
+        num_tiles=cut.num_tiles,
+        base_request=base.stride(0),
+        base_step=base.stride(1),
+        w1_row=0 if head is None or cut.given else head.w1.stride(0),
+        w2_row=0 if head is None else head.w2.stride(0),
+        scores_request=padded(cut.vocab_size) if cut.truncated else scores_request,
+        scores_step=0 if cut.truncated else scores_step,
+        plane=plane,
+    )
+    step = Kernel(
+        walk_step_kernel,
+        # Without W2 there is nothing to share, and each block of rows gets its own programs.
+        (min(cut.num_tiles, PROGRAMS), row_blocks if head is None else 1),
+        device,
+        num_requests=requests,
+        shape=of_step,
+        DOT=_dot_of_w2(head),
+        RAW=cut.truncated,
+        STREAM=int(inputs.stream),
+        UPCAST=upcast,
+        ONE_BLOCK=row_blocks <= 1,
+        HOLD=config.hold and head is not None,
+        BLOCK_R=config.block_rows,
+        BLOCK_V=config.block_vocab,
+        BLOCK_K=config.block_rank,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    truncation = draw = None
+    if cut.truncated:
+        row = padded(cut.vocab_size)
+        raw = torch.empty_strided((requests, cut.vocab_size), (row, 1), dtype=torch.float32, device=device)
+        truncation = plan_truncate({"T": requests}, raw, inputs.sampling, None, raw)
+        draw = Kernel(
+            walk_draw_kernel,
+            (cut.num_tiles, row_blocks),
+            device,
+            num_requests=requests,
+            shape=of_step._replace(base_request=row, scores_request=scores_request, scores_step=scores_step),
+            STREAM=int(inputs.stream),
+            BLOCK_R=config.block_rows,
+            BLOCK_V=config.block_vocab,
+            num_warps=4,
+        )
+
+    confidence, seen = inputs.confidence_head, inputs.of_confidence
+    w1 = None if confidence is None else confidence.w1
+    seen = None if confidence is None else seen
+    hidden_size = 0 if seen is None else seen.shape[2]
+    read = w1 is not None and (tables is None or tables.confidence is None)
+    finish = Kernel(
+        walk_finish_kernel,
+        (rows,),
+        device,
+        shape=FinishShape(
+            draft_len,
+            inputs.num_anchors,
+            cut.vocab_size,
+            cut.num_tiles,
+            hidden_size,
+            0 if w1 is None else w1.shape[1],
+            *two_strides(seen),
+            w1.stride(0) if w1 is not None and read else 0,
+            scores_request,
+            scores_step,
+            plane,
+        ),
+        TILES=power_of_two(cut.num_tiles),
+        BLOCK_G=power_of_two(draft_len),
+        BLOCK_H=1024,
+        BLOCK_K=16 if w1 is None else max(16, power_of_two(w1.shape[1])),
+        BLOCK_V=1024,
+        num_warps=4,
+    )
+    return WalkPlan(list(memory), list(memory.values()), draft_len, begin, state, step, truncation, draw, finish)
+
+
+def two_strides(tensor: Tensor | None) -> tuple[int, int]:
+    """Elements between requests and between steps, 0 where there is nothing."""
+    return (0, 0) if tensor is None else (tensor.stride(0), tensor.stride(1))
+
+
+def state_weight(head: GatedHead | RNNHead) -> Tensor:
+    """The part of a head's projection that ``walk_state_kernel`` multiplies by."""
+    return token_columns(head) if isinstance(head, GatedHead) else head.joint_weight
+
+
+def head_rank(head: SequentialHead | None) -> int:
+    """``r``, 0 without a head."""
+    return 0 if head is None else head.w1.shape[1]
+
+
+def _dot_of_w2(head: SequentialHead | None) -> str:
     """A Markov head's rows are W1's own numbers; those of the others are float32."""
-    return dot_of(head.w2.dtype, head.w1.dtype if kind == "markov" else torch.float32)
+    if head is None:
+        return "float32"
+    return dot_of(head.w2.dtype, head.w1.dtype if isinstance(head, MarkovHead) else torch.float32)
 
 
 def dot_of(weight: torch.dtype, rows: torch.dtype) -> str:

@@ -2,33 +2,69 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dspark.ops.draft.walk_inputs import DraftVocabulary, WalkInputs, WalkOutputs
+from dspark.ops.draft.walk_tables import WalkTables
 from dspark.ops.philox import gumbel, gumbel_of
-from dspark.ops.sample import transform
+from dspark.ops.sample.reference import transform
 from dspark.ops.types import (
     ConfidenceHead,
     Draft,
+    DraftVocabulary,
     GatedHead,
     MarkovHead,
+    Sampling,
     SequentialHead,
     Stream,
 )
 
 
-def walk_reference(inputs: WalkInputs, outputs: WalkOutputs) -> Draft:
-    """Draw a block; arguments, checked before, and result as in ``draft_walk``.
+class WalkInputs(NamedTuple):
+    """The inputs of :func:`dspark.ops.draft_walk` by its names, in the order in which the op declares them."""
+
+    base_logits: Tensor
+    anchor: Tensor
+    head: SequentialHead | None
+    hidden: Tensor | None
+    confidence_head: ConfidenceHead | None
+    confidence_hidden: Tensor | None
+    sampling: Sampling
+    position: Tensor
+    stream: Stream
+    vocabulary: DraftVocabulary | None = None
+    tables: WalkTables | None = None
+    return_logits: bool = False
+    logits_dtype: torch.dtype = torch.float32
+    return_margin: bool = False
+    return_lse: bool = False
+
+    @property
+    def num_anchors(self) -> int:
+        """Ids that an anchor may have."""
+        return self.base_logits.shape[2] if self.vocabulary is None else self.vocabulary.draft_ids.shape[0]
+
+    @property
+    def of_confidence(self) -> Tensor | None:
+        """The hidden states that the confidence head reads."""
+        return self.hidden if self.confidence_hidden is None else self.confidence_hidden
+
+
+def walk(*values: Any) -> Draft:
+    """Draw a block; arguments are :class:`WalkInputs`, checked before, and the result is that of ``draft_walk``.
 
     Computed in float32. Graph-safe.
     """
+    inputs = WalkInputs(*values)
     base, anchor, sampling, head = inputs.base_logits, inputs.anchor, inputs.sampling, inputs.head
     noise = None if sampling.all_greedy else walk_noise(inputs)  # [R, G, V]
     if head is not None:
         head = head._replace(w1=_w1_rows(head.w1, inputs.vocabulary), w2=head.w2.float())  # once, not in every step
 
+    scored = inputs.return_logits or inputs.return_lse
     begins = (anchor >= 0) & (anchor < inputs.num_anchors)
     previous, state = first_row(anchor, begins, inputs.vocabulary), None
     best: list[Tensor] = []
@@ -40,11 +76,11 @@ def walk_reference(inputs: WalkInputs, outputs: WalkOutputs) -> Draft:
         if head is not None:
             bias, state = sequential_step(head, previous, None if inputs.hidden is None else inputs.hidden[:, k], state)
             scores = scores + bias
-        if outputs.margin:
+        if inputs.return_margin:
             margins.append(_margin(scores))
-        if outputs.logits or outputs.lse or noise is not None:
-            scores = transform(scores, sampling).to(outputs.logits_dtype)  # what is returned is what is sampled from
-        # The first of the largest, or of the NaNs; what follows a bad slot is drawn all the same, and dropped below.
+        if scored or noise is not None:
+            scores = transform(scores, sampling).to(inputs.logits_dtype)  # what is returned is what is sampled from
+        # The first of the largest, or of the NaNs; what follows a bad step is drawn all the same, and dropped below.
         top, token = (scores.float() if noise is None else scores.float() + noise[:, k]).max(dim=-1)
         best.append(top)
         tokens.append(token)
@@ -59,19 +95,22 @@ def walk_reference(inputs: WalkInputs, outputs: WalkOutputs) -> Draft:
     if inputs.vocabulary is not None:
         block = inputs.vocabulary.target_ids[block]
     block = block.masked_fill_(dropped, -1)
-    scored = torch.stack(logits, dim=1) if outputs.logits or outputs.lse else None
     confidence_logits, seen = None, inputs.of_confidence
     if inputs.confidence_head is not None and seen is not None:
         confidence_logits = _confidence(inputs.confidence_head, seen, anchor, block, inputs.vocabulary)
+    sampled_from = torch.stack(logits, dim=1) if scored else None
+    lse = None
+    if sampled_from is not None and inputs.return_lse:
+        lse = sampled_from.float().logsumexp(-1).masked_fill(dropped, -torch.inf)
+    if sampled_from is not None and inputs.return_logits:
+        sampled_from = sampled_from.masked_fill(dropped[..., None], -torch.inf)
     return Draft(
         tokens=block,
-        logits=scored.masked_fill(dropped[..., None], -torch.inf) if scored is not None and outputs.logits else None,
+        logits=sampled_from if inputs.return_logits else None,
         confidence=None if confidence_logits is None else confidence_logits.sigmoid(),
         confidence_logits=confidence_logits,
-        margin=torch.stack(margins, dim=1).masked_fill(dropped, 0.0) if outputs.margin else None,
-        lse=None
-        if scored is None or not outputs.lse
-        else scored.float().logsumexp(-1).masked_fill(dropped, -torch.inf),
+        margin=torch.stack(margins, dim=1).masked_fill(dropped, 0.0) if inputs.return_margin else None,
+        lse=lse,
     )
 
 
@@ -114,11 +153,11 @@ def sequential_step(
 
 
 def walk_noise(inputs: WalkInputs) -> Tensor:
-    """Gumbel noise of all slots ``[R, G, V]``: that of the target's token ids."""
+    """Gumbel noise of all steps ``[R, G, V]``: that of the target's token ids."""
     position, seed = inputs.position, inputs.sampling.seed
     _, draft_len, vocab_size = inputs.base_logits.shape
     address = position[:, None] + 1 + torch.arange(draft_len, device=position.device)  # [R, G]
-    salt = position[:, None].expand_as(address) if inputs.stream is Stream.DRAFT else None
+    salt = position[:, None].expand_as(address) if inputs.stream == Stream.DRAFT else None
     seed = seed[:, None].expand_as(address)
     if inputs.vocabulary is not None:
         return gumbel_of(seed, address, inputs.vocabulary.target_ids, inputs.stream, salt=salt)
@@ -153,7 +192,7 @@ def _confidence(
     features = hidden.float()
     if head.w1 is not None:
         previous = torch.cat([anchor[:, None], tokens[:, :-1]], dim=1).clamp(min=0)  # [R, G]
-        previous = torch.where(tokens < 0, 0, previous)  # such a slot's is not read, and may be no token
+        previous = torch.where(tokens < 0, 0, previous)  # such a step's is not read, and may be no token
         row = first_row(previous, previous >= 0, vocabulary)
         features = torch.cat([features, F.embedding(row, _w1_rows(head.w1, vocabulary)).float()], dim=-1)
     logits = features @ head.weight.float() + head.bias.float()

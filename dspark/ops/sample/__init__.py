@@ -1,25 +1,132 @@
-"""Plain sampling: temperature, top-k, top-p, min-p (contract C5), then one token per row.
+"""Rows of logits: plain sampling (contract C5), thresholds of truncation, and logits processors.
 
 ``sample`` is ``argmax(transform(logits) + gumbel)``, a draw from ``softmax(transform(logits))`` whose noise has the
-address (seed, position, stream, token) and depends on nothing else.
+address (seed, position, stream, token) and depends on nothing else; ``transform`` is temperature, top-k, top-p and
+min-p, see :mod:`dspark.ops.sample.reference`.
 
-Truncation is one threshold per row: a token is kept when its scaled score reaches it. So *tokens that tie with the last
-kept token are all kept*, and the support never depends on the order of a sort. For top-k and min-p that is the rule of
-transformers' warpers too; for top-p they keep whichever of the tied tokens their sort happens to put last.
+Logits processors are functions of the emitted prefix, row by row. Row ``i`` of a request gives the token after its
+anchor and ``i`` drafts, and is only used when all of these were accepted. So it is processed as plain decoding would
+after having emitted exactly them: what was committed before, plus ``i`` drafts. Later drafts, the other requests and
+the number of rounds so far have no part in it.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from dspark.ops.backend import resolve
-from dspark.ops.checks import FLOAT_DTYPES, check_dtype, check_sampling, check_shape, fits, sampling_fits
-from dspark.ops.launch import check_devices, contiguous, contiguous_sampling
-from dspark.ops.library import rows as library
-from dspark.ops.philox import gumbel
-from dspark.ops.types import Backend, Sampling, Stream
+from dspark.ops.call import FLOATS, GroupArg, ScalarArg, Signature, TensorArg
+from dspark.ops.groups import ROWS, SAMPLING
+from dspark.ops.op import Op
+from dspark.ops.sample import launch, process_launch, process_reference, reference
+from dspark.ops.types import Backend, Processors, Rows, Sampling, Stream
+
+
+def _check_requests(sizes: dict[str, int], logits: Tensor, request: Tensor | None, **_: object) -> None:
+    if request is None and sizes["T"] != sizes["R"]:
+        raise ValueError(f'logits: expected shape "R V" with R = {sizes["R"]}, got {list(logits.shape)}')
+
+
+_NEEDS = {
+    "repetition_penalty": ("output_counts",),
+    "presence_penalty": ("output_counts",),
+    "frequency_penalty": ("output_counts",),
+    "min_new_tokens": ("num_emitted", "eos_tokens"),
+}
+
+
+def _check_processors(sizes: dict[str, int], processors: Processors, **_: object) -> None:
+    for field, others in _NEEDS.items():
+        for other in others:
+            if getattr(processors, field) is not None and getattr(processors, other) is None:
+                raise ValueError(f"processors.{other}: {field} needs it, got None")
+    mask, words = processors.allowed_mask, -(-sizes["V"] // 32)
+    if mask is not None and mask.shape[1] != words:
+        raise ValueError(f'processors.allowed_mask: expected shape "T W" with W = {words}, got {list(mask.shape)}')
+
+
+def _vector(shape: str, dtype: torch.dtype = torch.int64) -> TensorArg:
+    return TensorArg(shape, (dtype,), optional=True, layout="dense")
+
+
+def _table(shape: str, dtype: torch.dtype) -> TensorArg:
+    return TensorArg(shape, (dtype,), optional=True, layout="rows")
+
+
+_LOGITS = TensorArg("T V", FLOATS, layout="rows")
+
+_SAMPLE = Op(
+    "sample",
+    {
+        "logits": _LOGITS,
+        "sampling": SAMPLING,
+        "position": TensorArg("T", (torch.int64,), layout="dense"),
+        "request": _vector("T"),
+        "stream": ScalarArg("SymInt", least=min(Stream), most=max(Stream)),
+        "salt": _vector("T"),
+        "out": TensorArg("T", (torch.int64,), optional=True, written=True, layout="contiguous"),
+    },
+    reference=reference.sample,
+    plan=launch.plan_sample,
+    run=launch.run_sample,
+    results=["out"],
+    also=_check_requests,
+    empty="T",
+    workspace=True,
+)
+_TRUNCATE = Op(
+    "truncate",
+    {
+        "logits": _LOGITS,
+        "sampling": SAMPLING,
+        "request": _vector("T"),
+        "out": TensorArg("T", (torch.float32,), optional=True, written=True, layout="contiguous"),
+    },
+    reference=reference.truncate,
+    plan=launch.plan_truncate,
+    run=launch.run_truncate,
+    results=["out"],
+    also=_check_requests,
+    empty="T",
+    workspace=True,
+)
+_PROCESS_LOGITS = Op(
+    "process_logits",
+    {
+        "logits": _LOGITS,
+        "rows": ROWS,
+        "processors": GroupArg(
+            {
+                Processors: {
+                    "output_counts": _table("R V", torch.int32),
+                    "prompt_mask": _table("R V", torch.bool),
+                    "repetition_penalty": _vector("R", torch.float32),
+                    "presence_penalty": _vector("R", torch.float32),
+                    "frequency_penalty": _vector("R", torch.float32),
+                    "min_new_tokens": _vector("R"),
+                    "num_emitted": _vector("R"),
+                    "eos_tokens": _table("R E", torch.int64),
+                    "banned_tokens": _table("R K", torch.int64),
+                    "allowed_mask": _table("T W", torch.int32),
+                }
+            }
+        ),
+        "out": TensorArg("T V", (torch.float32,), optional=True, written=True, layout="rows"),
+    },
+    reference=process_reference.process_logits,
+    plan=process_launch.plan_process,
+    run=process_launch.run_process,
+    results=["out"],
+    also=_check_processors,
+    empty="T V",
+)
+_COUNTED = Signature(
+    {
+        "output_counts": TensorArg("R V", (torch.int32,), written=True),
+        "tokens": TensorArg("R N", (torch.int64,)),
+        "num": TensorArg("R", (torch.int64,)),
+    }
+)
 
 
 def sample(
@@ -57,70 +164,15 @@ def sample(
 
     Graph-safe; row ``t`` depends on row ``t``'s inputs only.
     """
-    _check_rows(logits, sampling, request, position=position, salt=salt)
-    _check_out(out, logits, torch.int64, workspace)
-    taken = resolve("sample", backend, logits)
-    if torch.compiler.is_compiling():
-        out = position.new_empty(logits.shape[:1]) if out is None else out
-        library.sample_op(logits, sampling, position, request, stream, salt, out, workspace, taken)
-        return out
-    if taken == "reference":
-        return _into(out, sample_reference(logits, sampling, position, request, stream, salt))
-    from dspark.ops.sample.launch import sample_triton
-    from dspark.ops.sample.statistics_launch import Rows
-
-    out = position.new_empty(logits.shape[:1]) if out is None else out
-    check_devices(logits.device, position=position, request=request, salt=salt, seed=sampling.seed)
-    request, salt = (None if t is None else contiguous(t) for t in (request, salt))
-    rows = Rows(logits, contiguous_sampling(sampling), contiguous(position), None, request, salt, stream)
-    sample_triton(rows, out, workspace)
-    return out
+    result: Tensor = _SAMPLE(
+        backend, logits, sampling, position, request, int(stream), salt, out, workspace=workspace
+    )  # fmt: skip
+    return result
 
 
 def sample_workspace(num_rows: int, vocab_size: int) -> int:
     """Bytes of ``workspace`` that :func:`sample` and :func:`truncate` take for so many rows."""
-    from dspark.ops.sample.launch import workspace_bytes
-
-    return workspace_bytes(num_rows, vocab_size)
-
-
-def sample_reference(
-    logits: Tensor, sampling: Sampling, position: Tensor, request: Tensor | None, stream: Stream, salt: Tensor | None
-) -> Tensor:
-    """The torch reference of :func:`sample`; arguments, checked before, and result as there."""
-    if sampling.all_greedy:
-        tokens = perturbed_argmax(_scale(logits, sampling, request)[0])
-    else:
-        seed = _per_row(sampling.seed, request).squeeze(-1)
-        noise = gumbel(seed, position, logits.shape[-1], stream, salt=salt)
-        tokens = perturbed_argmax(transform(logits, sampling, request), noise)
-    return tokens if request is None else torch.where(request < 0, -1, tokens)
-
-
-def transform(logits: Tensor, sampling: Sampling, request: Tensor | None = None) -> Tensor:
-    """The scores that are sampled from: ``softmax`` of them is p (or q, for a drafter's logits).
-
-    Args:
-        logits: ``[T, V]`` of any float dtype.
-        sampling: parameters of ``R`` requests.
-        request: ``[T]`` int64, each row's request (a padded row's result means nothing); None: row ``t`` is request
-            ``t``.
-
-    Returns:
-        ``[T, V]`` float32: ``logits * (1 / temperature)`` with cut tokens -inf. A row at temperature 0 is -inf but for
-        a 0 at its first largest logit. A bad row stays bad: its largest score is not finite, and its softmax is NaN.
-
-    Graph-safe.
-    """
-    scaled, sampled = _scale(logits, sampling, request)
-    if sampling.any_truncation and not sampling.all_greedy:
-        scaled = scaled.masked_fill(scaled < _threshold(scaled, sampled, sampling, request), -torch.inf)
-    # The host does not know which rows are greedy, so every row gets both forms.
-    best = scaled.argmax(-1, keepdim=True)  # [T, 1]
-    top = scaled.gather(-1, best)
-    # top - top is 0, or NaN where the row is bad.
-    one_hot = torch.full_like(scaled, -torch.inf).scatter_(-1, best, top - top)
-    return one_hot if sampling.all_greedy else torch.where(sampled, scaled, one_hot)
+    return launch.workspace_bytes(num_rows, vocab_size)
 
 
 def truncate(
@@ -148,141 +200,74 @@ def truncate(
 
     Graph-safe; row ``t`` depends on row ``t``'s inputs only.
     """
-    _check_rows(logits, sampling, request)
-    _check_out(out, logits, torch.float32, workspace)
-    taken = resolve("truncate", backend, logits)
-    if torch.compiler.is_compiling():
-        out = logits.new_empty(logits.shape[:1], dtype=torch.float32) if out is None else out
-        library.truncate_op(logits, sampling, request, out, workspace, taken)
-        return out
-    if taken == "reference":
-        return _into(out, truncate_reference(logits, sampling, request))
-    from dspark.ops.sample.launch import truncate_triton
-    from dspark.ops.sample.statistics_launch import Rows
-
-    out = logits.new_empty(logits.shape[:1], dtype=torch.float32) if out is None else out
-    check_devices(logits.device, request=request, seed=sampling.seed)
-    request = None if request is None else contiguous(request)
-    truncate_triton(Rows(logits, contiguous_sampling(sampling), None, None, request), out, workspace)
-    return out
+    result: Tensor = _TRUNCATE(backend, logits, sampling, request, out, workspace=workspace)
+    return result
 
 
-def truncate_reference(logits: Tensor, sampling: Sampling, request: Tensor | None) -> Tensor:
-    """The torch reference of :func:`truncate`; arguments, checked before, and result as there."""
-    scaled, sampled = _scale(logits, sampling, request)
-    if sampling.all_greedy or not sampling.any_truncation:
-        return scaled.new_full(scaled.shape[:1], -torch.inf)
-    return _threshold(scaled, sampled, sampling, request).squeeze(-1)
+def process_logits(
+    logits: Tensor,
+    rows: Rows,
+    *,
+    processors: Processors,
+    out: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Apply penalties, bans and masks to the target's logits of a verify batch, before ``accept``.
 
+    Of token ``v`` in row ``i`` of a request, with ``c`` = how often ``v`` was emitted, the ``i`` drafts before the row
+    included, in this order:
 
-def perturbed_argmax(scores: Tensor, noise: Tensor | None = None) -> Tensor:
-    """First index of the largest ``scores + noise``, or -1 where that is not finite (a bad row).
+    1. repetition: ``x < 0 ? x * penalty : x / penalty`` where ``c > 0`` or ``v`` is in the prompt
+       (``RepetitionPenaltyLogitsProcessor`` of transformers);
+    2. frequency: ``x - frequency * c``; presence: ``x - presence`` where ``c > 0`` (OpenAI's API reference; vLLM);
+    3. -inf where ``v`` is an end token and fewer than ``min_new_tokens`` tokens are emitted, where it is banned, and
+       where the row's mask does not allow it.
 
     Args:
-        scores: ``[..., V]`` float32.
-        noise: ``[..., V]`` float32, finite; None is no noise.
+        logits: ``[T, V]`` float32, float16 or bfloat16, the target's logits at each row.
+        rows: of the batch. An anchor is part of its request's state and is not counted again, nor is an id outside
+            ``[0, V)``, such as -1. Rows of a request past its first ``max_query_len`` are no request's.
+        processors: what to apply, see :class:`Processors`.
+        out: ``[T, V]`` float32 for the result. It may be ``logits`` itself when that is float32, and must not
+            overlap another tensor.
+        backend: ``"auto"``, ``"triton"`` or ``"reference"``.
 
     Returns:
-        ``[...]`` int64.
+        ``[T, V]`` float32, whatever the dtype of the logits: penalised scores rounded to 16 bits would tie where they
+        did not, and the draw would depend on it. A row that belongs to no request (past ``query_start[R]``, or past its
+        request's first ``N``) is its logits, unchanged. NaN and infinities pass through the penalties, so that
+        ``accept`` sees them; -inf is written over whatever stood there, NaN and +inf included. A row of which nothing
+        is allowed is all -inf, and ``accept`` answers ``Status.BAD_LOGITS``.
 
-    Graph-safe.
+    Raises:
+        TypeError: an argument has another dtype, or is not a tensor.
+        ValueError: an argument has another shape, the kernel is to read a last axis that is not contiguous,
+            ``max_query_len`` is below 1, a field of ``processors`` lacks another that it needs, or the backend is not
+            at hand.
+
+    Computed in float32. Graph-safe; a row depends on the inputs of its own request and its own mask only.
     """
-    perturbed = scores if noise is None else scores + noise
-    best = perturbed.argmax(-1, keepdim=True)  # a NaN counts as the largest
-    return torch.where(perturbed.gather(-1, best).isfinite(), best, -1).squeeze(-1)
+    result: Tensor = _PROCESS_LOGITS(backend, logits, rows, processors, out)
+    return result
 
 
-def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
-    """Draw by inverse transform: the first token whose cumulative probability exceeds ``u``.
+def count_tokens(output_counts: Tensor, tokens: Tensor, num: Tensor) -> None:
+    """Count emitted tokens, in place.
 
     Args:
-        probs: ``[..., V]`` float64, non-negative; the sum need not be 1.
-        u: ``[...]`` float64 in (0, 1).
+        output_counts: ``[R, V]`` int32, added to.
+        tokens: ``[R, N]`` int64, as in :class:`Verdict`. An id outside ``[0, V)``, such as -1, is not counted.
+        num: ``[R]`` int64, how many leading tokens of each request were emitted.
 
-    Returns:
-        ``[...]`` int64, a token of positive probability; -1 where ``probs`` holds NaN or nothing positive.
+    Raises:
+        TypeError, ValueError: an argument has another dtype or shape.
 
     Graph-safe.
+
+    >>> counts = torch.zeros(1, 4, dtype=torch.int32)
+    >>> count_tokens(counts, torch.tensor([[2, 2, 3]]), torch.tensor([2]))
+    >>> counts.tolist()
+    [[0, 0, 2, 0]]
     """
-    return _first_beyond(probs, probs.cumsum(-1), u)
-
-
-def _first_beyond(probs: Tensor, cumulative: Tensor, u: Tensor) -> Tensor:
-    """The search of :func:`inverse_cdf` in a given running sum, which a parallel scan may leave slightly unordered."""
-    total = cumulative[..., -1:]
-    positive = probs > 0
-    beyond = (cumulative > u.unsqueeze(-1) * total) & positive
-    last = torch.where(positive, torch.arange(probs.shape[-1], device=probs.device), -1).amax(-1)
-    token = torch.where(beyond.any(-1), beyond.int().argmax(-1), last)
-    return torch.where(total.squeeze(-1) > 0, token, -1)
-
-
-def _per_row(values: Tensor, request: Tensor | None) -> Tensor:
-    """``[R]`` parameters -> ``[T, 1]``, one per row; a padded row takes request 0's."""
-    return (values if request is None else values[request.clamp(min=0)]).unsqueeze(-1)
-
-
-def _scale(logits: Tensor, sampling: Sampling, request: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Scores ``[T, V]`` times 1 / temperature (times 1 in greedy rows), and which rows are sampled ``[T, 1]``.
-
-    One division per row; each score is rounded once more.
-    """
-    temperature = _per_row(sampling.temperature, request)
-    sampled = temperature > 0
-    return logits.float() * torch.where(sampled, temperature, 1.0).reciprocal(), sampled
-
-
-def _threshold(scaled: Tensor, sampled: Tensor, sampling: Sampling, request: Tensor | None) -> Tensor:
-    """Thresholds ``[T, 1]`` of sampled rows, -inf in the others."""
-    vocab_size = scaled.shape[-1]
-    top_k, top_p, min_p = (_per_row(v, request) for v in (sampling.top_k, sampling.top_p, sampling.min_p))
-    descending = scaled.sort(-1, descending=True).values  # [T, V]
-
-    last = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size) - 1
-    kept = descending >= descending.gather(-1, last)
-    # top-p over what top-k left: a token is kept while the mass of the tokens before it is below top_p.
-    mass = descending.masked_fill(~kept, -torch.inf).softmax(-1).cumsum(-1)
-    kept &= (F.pad(mass[..., :-1], (1, 0)) < top_p) | (top_p >= 1)
-    count = kept.sum(-1, keepdim=True).clamp(min=1)
-    threshold = torch.where(count < vocab_size, descending.gather(-1, count - 1), -torch.inf)
-
-    # min-p compares with the largest probability, and that ratio does not depend on what was cut before.
-    top = descending[..., :1]
-    threshold = torch.maximum(threshold, top + min_p.log()).minimum(top)
-    return torch.where(sampled, threshold, -torch.inf)
-
-
-def _check_rows(logits: Tensor, sampling: Sampling, request: Tensor | None, **per_row: Tensor | None) -> None:
-    """Check what ``sample`` and ``truncate`` share, and more tensors ``[T]`` int64 by name."""
-    per_row["request"] = request
-    given = {name: tensor for name, tensor in per_row.items() if tensor is not None}
-    if (
-        isinstance(logits, Tensor)
-        and logits.ndim == 2
-        and logits.dtype in FLOAT_DTYPES
-        and (request is not None or sampling.seed.shape == logits.shape[:1])
-        and sampling_fits(sampling, sampling.seed.shape[:1])
-        and all(fits(tensor, logits.shape[:1], torch.int64) for tensor in given.values())
-    ):
-        return
-    sizes: dict[str, int] = {}
-    check_shape("logits", logits, "T V", sizes)
-    check_dtype("logits", logits, FLOAT_DTYPES)
-    check_sampling(sampling, sizes)
-    for name, tensor in given.items():
-        check_shape(name, tensor, "T", sizes)
-        check_dtype(name, tensor, (torch.int64,))
-    if request is None:
-        check_shape("logits", logits, "R V", sizes)
-
-
-def _check_out(out: Tensor | None, logits: Tensor, dtype: torch.dtype, workspace: Tensor | None) -> None:
-    sizes = {"T": logits.shape[0]}
-    for name, tensor, shape, wanted in (("out", out, "T", dtype), ("workspace", workspace, "bytes", torch.uint8)):
-        if tensor is not None:
-            check_shape(name, tensor, shape, sizes)
-            check_dtype(name, tensor, (wanted,))
-
-
-def _into(out: Tensor | None, result: Tensor) -> Tensor:
-    return result if out is None else out.copy_(result)
+    _COUNTED.check((output_counts, tokens, num))
+    process_reference.count_tokens(output_counts, tokens, num)

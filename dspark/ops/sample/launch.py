@@ -1,79 +1,109 @@
-"""Launch of ``sample`` and ``truncate``."""
+"""Plan and launch of ``sample`` and ``truncate``, over rows that belong to no chain or tree."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from torch import Tensor
 
-from dspark.ops.launch import (
-    RowConfig,
-    check_contiguous,
-    check_unit_stride,
-    launch,
-    padded,
-    row_config,
-    scratch,
+from dspark.ops.launch import Kernel, RowConfig
+from dspark.ops.sample.statistics_launch import (
+    KernelRows,
+    KernelSampling,
+    StatisticsPlan,
+    gather_statistics,
+    plan_draw,
+    plan_statistics,
+    statistics_sizes,
 )
-from dspark.ops.sample.statistics_launch import Rows, Slots, gather_statistics, slots_of
+from dspark.ops.types import Sampling, Stream
 
 
-def workspace_bytes(num_rows: int, vocab_size: int, config: RowConfig | None = None) -> int:
+class SamplePlan(NamedTuple):
+    """The statistics, then the draw."""
+
+    sizes: Sequence[int]
+    statistics: StatisticsPlan
+    draw: Kernel
+
+
+class TruncatePlan(NamedTuple):
+    """The passes that end with the thresholds; None where nothing is truncated."""
+
+    sizes: Sequence[int]
+    statistics: StatisticsPlan | None
+
+
+def workspace_bytes(num_rows: int, vocab_size: int) -> int:
     """Bytes of scratch memory for so many rows."""
-    return 4 * sum(_sizes(slots_of(num_rows, 0, vocab_size, config or row_config(vocab_size))))
+    return 4 * sum(statistics_sizes(num_rows, vocab_size))
 
 
-def _sizes(slots: Slots) -> list[int]:
-    return [slots.elements, padded(slots.count)]
+def plan_sample(
+    sizes: dict[str, int],
+    logits: Tensor,
+    sampling: Sampling,
+    position: Tensor,
+    request: Tensor | None,
+    stream: int,
+    salt: Tensor | None,
+    out: Tensor,
+    config: RowConfig | None = None,
+) -> SamplePlan:
+    """Two launches, and two more with truncation."""
+    noise = not sampling.all_greedy
+    statistics = plan_statistics(
+        logits, lines=sizes["T"], truncated=sampling.truncates, noise=noise, stream=Stream(stream), config=config
+    )
+    draw = plan_draw(statistics, logits, "gumbel" if noise else "greedy", statistics.tiles_p2)
+    return SamplePlan(statistics.sizes, statistics, draw)
 
 
-def sample_triton(rows: Rows, out: Tensor, workspace: Tensor | None, config: RowConfig | None = None) -> None:
-    """Write one token per row to ``out`` ``[T]`` int64; arguments as checked by :func:`dspark.ops.sample`.
-
-    Raises:
-        ValueError: a tensor's layout or the workspace does not serve.
-    """
-    from dspark.kernels.accept.chain import sample_kernel
-
-    check_unit_stride("logits", rows.logits)
-    check_contiguous("out", out)
-    num_rows, vocab_size = rows.logits.shape
-    if num_rows == 0:
-        return
-    slots = slots_of(num_rows, 0, vocab_size, config or row_config(vocab_size))
-    planes, threshold = scratch(_sizes(slots), rows.logits.device, workspace)
-    noise = not rows.sampling.all_greedy
-    kept = threshold if rows.truncated else None
-    gather_statistics(rows, slots, planes, kept, noise=noise, sums=False, sub_sums=False, raw=False)
-    grid, arguments = slots.draw(slots.tiles_p2)
-    arguments |= {
-        "logits_ptr": rows.logits,
-        "stride_logits_row": rows.logits.stride(0),
-        "query_start_ptr": None,
-        "seed_ptr": None,
-        "position_ptr": None,
-        "depth_ptr": None,
-        "threshold_ptr": None,
-        "request_ptr": rows.request,
-        "temperature_ptr": rows.sampling.temperature,
-        "stats_ptr": planes,
-        "token_ptr": out,
-        "num_rows": num_rows,
-        "METHOD": "gumbel" if noise else "greedy",
-    }
-    launch(sample_kernel, grid, arguments)
+def run_sample(
+    plan: SamplePlan,
+    regions: Sequence[Tensor],
+    logits: Tensor,
+    sampling: Sampling,
+    position: Tensor,
+    request: Tensor | None,
+    stream: int,
+    salt: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Write one token per row to ``out``."""
+    planes, threshold = regions
+    rows, given = KernelRows(None, None, position), KernelSampling(*sampling[:5])
+    stats = gather_statistics(plan.statistics, planes, threshold, logits, rows, given, None, request, salt)
+    plan.draw(None, rows, given, None, stats, None, request, out)
 
 
-def truncate_triton(rows: Rows, out: Tensor, workspace: Tensor | None, config: RowConfig | None = None) -> None:
-    """Write each row's threshold to ``out`` ``[T]`` float32; arguments as checked by :func:`dspark.ops.truncate`.
+def plan_truncate(
+    sizes: dict[str, int],
+    logits: Tensor,
+    sampling: Sampling,
+    request: Tensor | None,
+    out: Tensor,
+    config: RowConfig | None = None,
+) -> TruncatePlan:
+    """Two launches, or none."""
+    if not sampling.truncates:
+        return TruncatePlan((), None)
+    statistics = plan_statistics(logits, lines=sizes["T"], truncated=True, config=config)
+    return TruncatePlan(statistics.sizes, statistics)
 
-    Raises:
-        ValueError: a tensor's layout or the workspace does not serve.
-    """
-    check_unit_stride("logits", rows.logits)
-    check_contiguous("out", out)
-    num_rows, vocab_size = rows.logits.shape
-    if not rows.truncated:
+
+def run_truncate(
+    plan: TruncatePlan,
+    regions: Sequence[Tensor],
+    logits: Tensor,
+    sampling: Sampling,
+    request: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Write each row's threshold to ``out``."""
+    if plan.statistics is None:
         out.fill_(-float("inf"))
-    elif num_rows > 0:
-        slots = slots_of(num_rows, 0, vocab_size, config or row_config(vocab_size))
-        planes, _ = scratch(_sizes(slots), rows.logits.device, workspace)
-        gather_statistics(rows, slots, planes, out, noise=False, sums=False, sub_sums=False, raw=False)
+    else:
+        rows, given = KernelRows(None, None, None), KernelSampling(*sampling[:5])
+        gather_statistics(plan.statistics, regions[0], out, logits, rows, given, None, request)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from dspark.ops.accept import RULES_OF_Q, accept
 from dspark.ops.philox import uniform
-from dspark.ops.sample import sample, transform
-from dspark.ops.types import Backend, DenseQ, Logprobs, Rule, Sampling, Status, Stream, Verdict
+from dspark.ops.sample import sample
+from dspark.ops.sample.reference import transform
+from dspark.ops.types import Backend, DenseQ, Logprobs, Rows, Rule, Sampling, Status, Stream, Verdict
 from tests.ops.chains import (
     CASES,
     MIXED_LENGTHS,
@@ -237,12 +238,9 @@ def test_no_rows_and_no_requests(rule: Rule, backend: Backend) -> None:
     none = torch.empty(0, dtype=torch.int64)
     verdict = accept(
         torch.empty(0, 5),
-        none,
-        torch.zeros(3, dtype=torch.int64),
+        Rows(none, torch.zeros(3, dtype=torch.int64), torch.tensor([4, 5]), 3),
         rule=rule,
         sampling=make_sampling([1.0, 0.0]),
-        position=torch.tensor([4, 5]),
-        max_query_len=3,
         q=DenseQ(torch.zeros(2, 2, 5)) if rule in RULES_OF_Q else None,
         backend=backend,
     )
@@ -250,12 +248,9 @@ def test_no_rows_and_no_requests(rule: Rule, backend: Backend) -> None:
     assert verdict.num_emitted.tolist() == verdict.status.tolist() == [0, 0]
     verdict = accept(
         torch.zeros(2, 5),
-        torch.tensor([-1, -1]),
-        torch.zeros(1, dtype=torch.int64),
+        Rows(torch.tensor([-1, -1]), torch.zeros(1, dtype=torch.int64), none, 1),
         rule=rule,
         sampling=make_sampling([]),
-        position=none,
-        max_query_len=1,
         backend=backend,
     )
     assert verdict.tokens.shape == (0, 1)
@@ -468,12 +463,9 @@ def test_graph_safe_reads_no_values(rule: Rule) -> None:
     sampling = Sampling(meta(2, dtype=f32), meta(2), meta(2, dtype=f32), meta(2, dtype=f32), meta(2))
     verdict = accept(
         meta(6, 9, dtype=f32),
-        meta(6),
-        meta(3),
+        Rows(meta(6), meta(3), meta(2), 4),
         rule=rule,
         sampling=sampling,
-        position=meta(2),
-        max_query_len=4,
         q=DenseQ(meta(2, 3, 9, dtype=f32)) if rule in RULES_OF_Q else None,
     )
     assert verdict.tokens.shape == (2, 4)
@@ -486,12 +478,9 @@ def test_compiles_into_one_graph(rule: Rule, form: Form) -> None:
     compiled = torch.compile(accept, fullgraph=True, backend="eager")
     verdict = compiled(
         batch.logits,
-        batch.tokens,
-        batch.query_start,
+        Rows(batch.tokens, batch.query_start, batch.position, 4),
         rule=rule,
         sampling=batch.sampling,
-        position=batch.position,
-        max_query_len=4,
         q=batch.q() if rule in RULES_OF_Q else None,
         backend="reference",
     )
@@ -501,6 +490,6 @@ def test_compiles_into_one_graph(rule: Rule, form: Form) -> None:
 @on_rules
 def test_one_debug_line_names_the_path(rule: Rule, caplog: pytest.LogCaptureFixture) -> None:
     batch = make_batch([2], make_sampling([1.0]))
-    with caplog.at_level("DEBUG", logger="dspark.ops.backend"):
+    with caplog.at_level("DEBUG", logger="dspark.ops.op"):
         batch.accept(rule, backend="auto")
     assert [r.getMessage() for r in caplog.records] == ["accept: reference backend (asked for auto, device cpu)"]

@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dspark.ops.accept import RULES_OF_Q, accept
-from dspark.ops.accept import launch as accept_triton
-from dspark.ops.accept import shared_launch as accept_launch
+from dspark.ops.accept import launch as accept_launch
 from dspark.ops.accept.reference import block_verdict, ratio_verdict
-from dspark.ops.checks import FLOAT_DTYPES
+from dspark.ops.call import FLOATS
 from dspark.ops.launch import RowConfig
+from dspark.ops.op import OPS
 from dspark.ops.philox import uniform
-from dspark.ops.sample import inverse_cdf, sample, transform
-from dspark.ops.sample import statistics_launch as statistics_triton
+from dspark.ops.sample import inverse_cdf, sample, statistics_launch, transform
 from dspark.ops.types import (
     Backend,
     DenseQ,
     DraftDistribution,
     PointMass,
+    Rows,
     Rule,
     Sampling,
     SparseQ,
@@ -176,12 +176,14 @@ def verify(
     num_requests = len(seed)
     return accept(
         target.repeat(num_requests, 1),
-        torch.cat([torch.zeros_like(drafts[:, :1]), drafts], 1).flatten(),
-        torch.arange(num_requests + 1) * len(target),
+        Rows(
+            tokens=torch.cat([torch.zeros_like(drafts[:, :1]), drafts], 1).flatten(),
+            query_start=torch.arange(num_requests + 1) * len(target),
+            position=position,
+            max_query_len=len(target),
+        ),
         rule=rule,
         sampling=plain_sampling(seed),
-        position=position,
-        max_query_len=len(target),
         q=q if rule in RULES_OF_Q else None,
         backend=backend,
     )
@@ -210,11 +212,11 @@ def wide_programs() -> Iterator[None]:
     """Thousands of requests per program: the interpreter takes as long for one row as for many."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(accept_launch, "row_config", lambda vocab_size: RowConfig(4096, 16, 16, 4))
-        patch.setattr(accept_triton, "requests_per_program", lambda nodes_p2, columns: 2048)
-        patch.setattr(statistics_triton, "draws_per_program", lambda columns: 4096)
-        accept_triton._plan_of.cache_clear()
+        patch.setattr(accept_launch, "requests_per_program", lambda nodes_p2, columns: 2048)
+        patch.setattr(statistics_launch, "draws_per_program", lambda columns: 4096)
+        OPS["accept"]._calls.clear()
         yield
-    accept_triton._plan_of.cache_clear()
+    OPS["accept"]._calls.clear()
 
 
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=pytest.mark.triton)])
@@ -344,7 +346,7 @@ def test_acceptance_is_what_the_rule_promises(rule: Rule, backend: Backend) -> N
 
 @on_backends
 @pytest.mark.parametrize("rule", RULES_OF_Q)
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_p03_q_is_the_tensor_that_was_sampled_from(rule: Rule, dtype: torch.dtype, backend: Backend) -> None:
     """With q = p bit for bit every ratio is 1; any other rounding or transform of q would reject some of these."""
     num_requests, draft_len, vocab_size = 60, 6, 11

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dspark.ops.accept import accept, accept_workspace
-from dspark.ops.accept.launch import accept_triton, workspace_bytes
+from dspark.ops.accept import accept_workspace
+from dspark.ops.accept.launch import workspace_bytes
 from dspark.ops.launch import RowConfig
 from dspark.ops.types import DenseQ, DraftDistribution, PointMass, Rule, Sampling, SparseQ, Status, Verdict
 from dspark.testing.traffic import counted_traffic
 from tests.ops.chains import MIXED_LENGTHS, RULES, assert_same, make_batch, mixed_sampling, randn
-from tests.ops.helpers import make_sampling, select
+from tests.ops.helpers import make_sampling, select, verify, verify_cut
 from tests.tolerances import LOGPROBS
 
 pytestmark = pytest.mark.triton
@@ -37,13 +37,12 @@ def empty_verdict(num_requests: int, nodes: int) -> Verdict:
 def run(arguments: dict[str, Any], config: RowConfig | None = TINY, workspace: Tensor | None = None) -> Verdict:
     """What the kernels say, cut as ``config`` says."""
     out = empty_verdict(arguments["position"].shape[0], arguments["max_query_len"])
-    accept_triton(**arguments, out=out, workspace=workspace, config=config)
-    return out
+    return verify_cut(arguments, out, config, workspace)
 
 
 def assert_agrees(arguments: dict[str, Any], config: RowConfig | None = TINY) -> Verdict:
     """The kernels and the reference decide alike; log-probabilities agree to rounding."""
-    expected = accept(**arguments, backend="reference")
+    expected = verify(**arguments, backend="reference")
     out = run(arguments, config)
     for name in ("tokens", "num_emitted", "path", "status"):
         assert torch.equal(getattr(out, name), getattr(expected, name)), name
@@ -153,8 +152,8 @@ def test_decides_as_the_reference_under_truncation(
 def test_shipped_configuration_through_the_public_op(rule: Rule) -> None:
     vocab_size = 5000  # two tiles, the second one ragged
     arguments = problem([3, 0, 2], vocab_size, make_sampling([1.0, 1.0, 0.0], seed=[3, 4, 5]), rule)
-    expected = accept(**arguments, backend="reference")
-    verdict = accept(**arguments, backend="triton")
+    expected = verify(**arguments, backend="reference")
+    verdict = verify(**arguments, backend="triton")
     for name in ("tokens", "num_emitted", "path", "status"):
         assert torch.equal(getattr(verdict, name), getattr(expected, name)), name
 
@@ -329,8 +328,8 @@ def test_a_workspace_of_the_stated_size_serves_and_nothing_beyond_it_is_touched(
 def test_public_workspace_size_is_what_the_shipped_configuration_takes() -> None:
     arguments = problem([2, 1], 40, make_sampling([1.0, 1.0], seed=[4, 5]), "ratio")
     workspace = torch.empty(accept_workspace(2, 2, 40, rule="ratio"), dtype=torch.uint8)
-    verdict = accept(**arguments, workspace=workspace, backend="triton")
-    assert_same(verdict, accept(**arguments, backend="triton"))
+    verdict = verify(**arguments, workspace=workspace, backend="triton")
+    assert_same(verdict, verify(**arguments, backend="triton"))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -338,8 +337,8 @@ def test_out_is_written_and_returned(rule: Rule) -> None:
     arguments = problem([2, 1], 20, make_sampling([1.0, 0.0], seed=[4, 5]), rule)
     for backend in ("reference", "triton"):
         out = empty_verdict(2, 2)
-        assert accept(**arguments, out=out, backend=backend) is out
-        assert_same(out, accept(**arguments, backend=backend))
+        assert verify(**arguments, out=out, backend=backend) is out
+        assert_same(out, verify(**arguments, backend=backend))
 
 
 @pytest.mark.parametrize(("rule", "q"), CASES)
@@ -358,26 +357,6 @@ def test_rows_beyond_max_query_len_are_ignored_and_their_drafts_not_read(rule: R
         with counted_traffic() as two_rows:
             run(arguments | fewer | {"query_start": torch.tensor([0, 2, 4])})
         assert all_rows.read == two_rows.read
-
-
-def test_tensors_on_different_devices_are_refused() -> None:
-    arguments = problem([2, 1], 20, make_sampling([1.0, 1.0], seed=[4, 5]), "ratio")
-    with pytest.raises(ValueError, match="position: expected device cpu, got meta"):
-        accept(**(arguments | {"position": arguments["position"].to("meta")}), backend="triton")
-
-
-def test_layouts_that_the_kernels_cannot_read_are_refused() -> None:
-    arguments = problem([2, 1], 20, make_sampling([1.0, 1.0], seed=[4, 5]), "ratio")
-    columns = arguments["target_logits"].t().contiguous().t()
-    with pytest.raises(ValueError, match="target_logits: the kernels need a contiguous last axis"):
-        accept(**(arguments | {"target_logits": columns}), backend="triton")
-    q = DenseQ(arguments["q"].logits.transpose(1, 2).contiguous().transpose(1, 2))
-    with pytest.raises(ValueError, match=r"q.logits: the kernels need a contiguous last axis"):
-        accept(**(arguments | {"q": q}), backend="triton")
-    out = empty_verdict(2, 4)
-    strided = Verdict(out.tokens[:, ::2], out.num_emitted, out.path[:, ::2], out.logprobs[:, ::2], out.status)
-    with pytest.raises(ValueError, match=r"out.tokens: expected a contiguous tensor"):
-        accept(**arguments, out=strided, backend="triton")
 
 
 def test_without_rows_or_requests() -> None:

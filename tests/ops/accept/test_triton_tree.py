@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dspark.ops.accept import accept, accept_workspace
-from dspark.ops.accept.tree_launch import accept_tree_triton, workspace_bytes
+from dspark.ops.accept import accept_workspace
+from dspark.ops.accept.tree_launch import workspace_bytes
 from dspark.ops.launch import RowConfig, recorded_launches
 from dspark.ops.types import DenseQ, Rule, Status, Verdict
+from dspark.testing.guards import guarded, poisoned_empty
 from tests.ops.accept.test_triton_accept import empty_verdict
 from tests.ops.chains import assert_same, make_batch
-from tests.ops.helpers import make_sampling, select
+from tests.ops.helpers import make_sampling, select, verify, verify_cut
 from tests.ops.trees import TREE_RULES, tree_of, tree_problem
 from tests.tolerances import LOGPROBS
 
@@ -31,16 +32,12 @@ on_two_rules = pytest.mark.parametrize("rule", ["match", "recursive"])  # all ke
 def run(arguments: dict[str, Any], config: RowConfig | None = TINY, workspace: Tensor | None = None) -> Verdict:
     """What the kernels say, cut as ``config`` says."""
     out = empty_verdict(arguments["position"].shape[0], arguments["max_query_len"])
-    branching = arguments["max_branching"] or 1
-    accept_tree_triton(
-        **(arguments | {"max_branching": branching}), out=out, workspace=workspace, config=config
-    )  # fmt: skip
-    return out
+    return verify_cut(arguments, out, config, workspace)
 
 
 def assert_agrees(arguments: dict[str, Any], config: RowConfig | None = TINY) -> Verdict:
     """The kernels and the reference decide alike; log-probabilities agree to rounding."""
-    expected = accept(**arguments, backend="reference")
+    expected = verify(**arguments, backend="reference")
     out = run(arguments, config)
     for name in ("tokens", "num_emitted", "path", "status"):
         assert torch.equal(getattr(out, name), getattr(expected, name)), name
@@ -103,6 +100,12 @@ def test_rejections_are_met_in_every_number() -> None:
         seed=3,
     )
     assert set(assert_agrees(arguments).path[:, 1].tolist()) == {-1, 1, 2, 3}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_anchor_alone_needs_no_q(temperature: float) -> None:
+    arguments = tree_problem("recursive", make_sampling([temperature] * 2, seed=[3, 4]), nodes=1, vocab_size=20)
+    assert_agrees(arguments | {"q": None})
 
 
 def test_a_drafters_own_vocabulary() -> None:
@@ -234,8 +237,8 @@ def test_the_public_op_takes_the_kernels(rule: Rule) -> None:
     size = accept_workspace(2, 4, 20, rule=rule, tree=True, max_branching=branching)
     out = empty_verdict(2, 4)
     workspace = torch.empty(size, dtype=torch.uint8)
-    assert accept(**arguments, out=out, workspace=workspace, backend="triton") is out
-    expected = accept(**arguments, backend="reference")
+    assert verify(**arguments, out=out, workspace=workspace, backend="triton") is out
+    expected = verify(**arguments, backend="reference")
     assert torch.equal(out.tokens, expected.tokens)
 
 
@@ -247,7 +250,7 @@ def test_launches_are_bounded_by_the_branching(rule: Rule, greedy: bool, launche
     sampling = make_sampling([0.0 if greedy else 1.0], seed=[4])
     arguments = tree_problem(rule, sampling, nodes=8, vocab_size=20)
     with recorded_launches() as found:
-        accept(**arguments, backend="triton")
+        verify(**arguments, backend="triton")
     assert len(found) == launches
 
 
@@ -261,11 +264,34 @@ def test_p06_rows_beyond_32_bit_offsets() -> None:
     assert_same(run(arguments | {"target_logits": far}), expected)
 
 
-def test_layouts_that_the_kernels_cannot_read_are_refused() -> None:
-    arguments = tree_problem("recursive", make_sampling([1.0], seed=[1]), nodes=4)
-    columns = arguments["q"].logits.transpose(1, 2).contiguous().transpose(1, 2)
-    with pytest.raises(ValueError, match=r"q.logits: the kernels need a contiguous last axis"):
-        accept(**(arguments | {"q": DenseQ(columns)}), backend="triton")
-    tree = arguments["tree"]._replace(parents=arguments["tree"].parents.to("meta"))
-    with pytest.raises(ValueError, match="tree: expected device cpu, got meta"):
-        accept(**(arguments | {"tree": tree}), backend="triton")
+@pytest.mark.parametrize("rule", ["coupled", "recursive"])
+def test_all_of_the_verdict_and_nothing_else_is_written(rule: Rule) -> None:
+    """Inputs are rows between canaries; the outputs and the workspace lie between canaries of their own."""
+    sampling = make_sampling([1.0, 0.0, 0.7], [0, 0, 3], seed=[1, 2, 3])
+    arguments = tree_problem(rule, sampling, nodes=5, vocab_size=20, lengths=[5, 0, 4])
+    rows = guarded(arguments["target_logits"], row_gap=4)
+    arguments["target_logits"] = rows.tensor
+    bands = [rows]
+    if rule == "recursive":
+        bands.append(guarded(arguments["q"].logits, row_gap=4))
+        arguments["q"] = DenseQ(bands[-1].tensor)
+    branching = arguments["max_branching"] or 1
+    with poisoned_empty():
+        written = {
+            f: guarded(
+                torch.empty(
+                    (3,) if f in ("num_emitted", "status") else (3, 5),
+                    dtype=torch.float32 if f == "logprobs" else torch.int64,
+                )
+            )
+            for f in Verdict._fields
+        }
+        workspace = guarded(torch.empty(workspace_bytes(3, 5, 20, 20, rule, branching, TINY), dtype=torch.uint8))
+        out = Verdict(**{name: band.tensor for name, band in written.items()})
+        verify_cut(arguments, out, TINY, workspace.tensor)
+    for band in (*bands, workspace, *written.values()):
+        band.check()
+    expected = verify(**arguments, backend="reference")
+    for name in ("tokens", "num_emitted", "path", "status"):
+        assert torch.equal(getattr(out, name), getattr(expected, name)), name
+    assert out.logprobs.isfinite().all()

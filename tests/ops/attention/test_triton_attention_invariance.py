@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dspark.ops.attention import attention_workspace, verify_attention
-from dspark.ops.attention.config import attention_config, occupancy_chunk
+from dspark.ops.attention.launch import attention_config, occupancy_chunk
 from dspark.ops.launch import recorded_launches
 from dspark.ops.types import PagedKV, QueryBatch
 from dspark.testing.registry import KernelEntry, entry_of_launch, meta

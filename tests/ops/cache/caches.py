@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dspark.ops.types import PagedKV
+from dspark.ops.types import PagedKV, Rows
 
 NAN = float("nan")
 FLOAT8 = torch.float8_e4m3fn
@@ -85,6 +85,11 @@ def put(pages: Tensor, slot: int, row: Tensor) -> None:
     pages[slot // pages.shape[1], slot % pages.shape[1]] = row
 
 
+def rows_at(query_start: Tensor, slots: Tensor, nodes: int) -> Rows:
+    """A verified batch of so many rows; what they hold does not matter."""
+    return Rows(torch.zeros_like(slots, dtype=torch.int64), query_start, torch.zeros_like(query_start[1:]), nodes)
+
+
 @dataclass(frozen=True)
 class CommitCase:
     """A verified batch of trees whose paths were accepted."""
@@ -95,8 +100,8 @@ class CommitCase:
     slots: Tensor
 
     @property
-    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.path, self.num_emitted, self.query_start, self.slots
+    def arguments(self) -> tuple[Tensor, Tensor, Rows, Tensor]:
+        return self.path, self.num_emitted, rows_at(self.query_start, self.slots, self.path.shape[1]), self.slots
 
     def apply(self, stack: Stack) -> None:
         """By definition, reading everything before anything is written."""

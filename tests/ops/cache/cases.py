@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.ops.types import PagedKV
+from dspark.ops.types import PagedKV, Rows
 from dspark.testing.registry import NVIDIA_TARGETS, Budget, budgets
 from tests.ops.case import Case
 
@@ -65,7 +65,9 @@ class Cache:
         path = torch.arange(0, 2 * self.nodes, 2, device=device).expand(self.requests, -1).contiguous()
         emitted = torch.full((self.requests,), -(-self.nodes // 2), device=device)
         start = torch.arange(0, self.rows + 1, self.nodes, device=device)
-        return self.stack(device), path, emitted, start, self.slots(device)
+        tokens = torch.zeros(self.rows, dtype=torch.int64, device=device)
+        rows = Rows(tokens, start, torch.zeros_like(emitted), self.nodes)
+        return self.stack(device), path, emitted, rows, self.slots(device)
 
     def copy(self, device: str) -> tuple[Any, ...]:
         source = torch.arange(self.requests, device=device)

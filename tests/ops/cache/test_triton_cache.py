@@ -25,6 +25,7 @@ from tests.ops.cache.caches import (
     bits,
     commit_cases,
     make_commit,
+    rows_at,
 )
 from tests.tolerances import ROTARY
 
@@ -134,7 +135,8 @@ def test_a_wrong_order_would_show() -> None:
 @pytest.mark.parametrize("path", [[0, -1, 3], [0, 0, 1], [0, 2, 9], [-1, 2, 3]], ids=str)
 def test_p07_entries_that_name_no_later_row_move_nothing(path: list[int]) -> None:
     kv = PagedKV(*torch.arange(6.0).repeat(2).view(2, 2, 3, 1, 1))
-    arguments = torch.tensor([path]), torch.tensor([3]), torch.tensor([0, 4]), torch.arange(6)
+    slots = torch.arange(6)
+    arguments = torch.tensor([path]), torch.tensor([3]), rows_at(torch.tensor([0, 4]), slots, 3), slots
     expected = PagedKV(kv.k.clone(), kv.v.clone())
     commit_kv(expected, *arguments, backend="reference")
     commit_kv(kv, *arguments, backend="triton")
@@ -238,8 +240,9 @@ def test_poisoned_pads_do_not_reach_the_cache() -> None:
     ones = torch.ones(5, 1, 4)
     rope_append_kv(poison, poison, poison, stack.layer(0), nowhere, cos=ones, sin=ones, backend="triton")
     path, none = torch.full((2, 3), -1), torch.zeros(2, dtype=torch.int64)
-    commit_kv(stack.kv, path, none, torch.zeros(3, dtype=torch.int64), nowhere, backend="triton")
-    commit_kv(stack.kv, torch.tensor([[0, 2, 4]]), torch.tensor([3]), torch.tensor([0, 5]), nowhere, backend="triton")
+    no_rows, five = (rows_at(start, nowhere, 3) for start in (torch.zeros(3).long(), torch.tensor([0, 5])))
+    commit_kv(stack.kv, path, none, no_rows, nowhere, backend="triton")
+    commit_kv(stack.kv, torch.tensor([[0, 2, 4]]), torch.tensor([3]), five, nowhere, backend="triton")
     assert_same_bits(stack.base, before)
 
 

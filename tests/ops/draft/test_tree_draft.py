@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dspark.ops.draft import sequential_step
 from dspark.ops.draft.tree import draft_tree
 from dspark.ops.draft.tree_reference import draft_tree_reference
-from dspark.ops.draft.walk import sequential_step
 from dspark.ops.philox import gumbel
-from dspark.ops.sample import transform
+from dspark.ops.sample.reference import transform
 from dspark.ops.types import RNNHead, Rule, Stream, TreeDraft
 from tests.ops.draft.walks import HEADS, Case, V, make_case
 from tests.ops.trees import TREE_RULES

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,26 +11,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dspark.ops.draft.walk import draft_walk_workspace
-from dspark.ops.draft.walk_inputs import DraftVocabulary, WalkOutputs, build_walk_tables, empty_draft
-from dspark.ops.draft.walk_launch import walk_triton
-from dspark.ops.draft.walk_plan import WalkConfig, walk_config, workspace_bytes
+from dspark.ops.draft import build_walk_tables, draft_walk_workspace, walk_plan
+from dspark.ops.draft.walk_plan import WalkConfig, walk_config
 from dspark.ops.launch import recorded_launches
-from dspark.ops.types import MarkovHead, Stream
+from dspark.ops.op import OPS
+from dspark.ops.types import DraftVocabulary, MarkovHead, Stream
 from dspark.testing.guards import forbid_sync, guarded, poisoned_empty
+from tests.ops.draft.cases import DRAFTS, SHIPPED
 from tests.ops.draft.triton_walks import (
-    ALL,
     PARTS,
     TINY,
-    agreeing_slots,
+    TOKENS,
+    agreeing_steps,
     assert_agrees,
     assert_same_bits,
+    blank,
     inputs_of,
     run,
 )
 from tests.ops.draft.walks import HEADS, STREAMS, Case, V, make_case, noise_of
 from tests.ops.helpers import make_sampling
-from tests.ops.shipped_walk import CALLS, DRAFTS
 from tests.tolerances import LOGPROBS
 
 pytestmark = pytest.mark.triton
@@ -56,8 +55,8 @@ def test_draws_as_the_reference(head: str, data: st.DataObject) -> None:
     )
     case = replace(case, stream=data.draw(st.sampled_from(STREAMS)))
     tables = data.draw(st.sampled_from([None, build_walk_tables(case.head, case.confidence_head)]))
-    outputs = data.draw(st.sampled_from([ALL, WalkOutputs(False), WalkOutputs(True)]))
-    assert_agrees(inputs_of(case, tables=tables), outputs, data.draw(st.sampled_from([TINY, PARTS])))
+    returned = data.draw(st.sampled_from([{}, TOKENS, TOKENS | {"return_logits": True}]))
+    assert_agrees(inputs_of(case, tables=tables, **returned), data.draw(st.sampled_from([TINY, PARTS])))
 
 
 @settings(max_examples=2)
@@ -85,7 +84,7 @@ def test_p03_the_returned_logits_are_the_tensor_sampled_from(dtype: torch.dtype,
     """Bit for bit: the same noise on the returned logits gives every token again, greedy rows included."""
     case = small("markov", "none", temperature=(1.0, 0.0, 0.3), draft_len=2, top_k=6 if truncated else 0, seed=3)
     case = replace(case, stream=Stream.TARGET if dtype is torch.float32 else Stream.DRAFT)
-    draft = run(inputs_of(case), WalkOutputs(True, dtype, lse=True))
+    draft = run(inputs_of(case, logits_dtype=dtype, return_margin=False))
     assert draft.logits is not None
     assert draft.logits.dtype is dtype
     assert torch.equal((draft.logits.float() + noise_of(case)).argmax(-1), draft.tokens)
@@ -97,9 +96,8 @@ def test_half_precision_scores_are_rounded_before_they_are_sampled_from() -> Non
     """Without that rounding this seed draws another token from scores that all round to one number."""
     case = small("none", "none", temperature=[1.0] * 3, draft_len=4, seed=5)
     case = replace(case, base_logits=4096 + 2 * torch.rand(3, 4, V, generator=torch.Generator().manual_seed(1)))
-    inputs = inputs_of(case)
-    rounded = assert_agrees(inputs, WalkOutputs(True, torch.float16))
-    assert not torch.equal(run(inputs, WalkOutputs(False)).tokens, rounded.tokens)
+    rounded = assert_agrees(inputs_of(case, logits_dtype=torch.float16))
+    assert not torch.equal(run(inputs_of(case, **TOKENS)).tokens, rounded.tokens)
 
 
 BAD_ROWS = {"+inf": [INF], "all -inf": [-INF] * V}
@@ -210,7 +208,7 @@ def test_wide_vocabularies_and_ranks(vocab_size: int, rank: int) -> None:
 
 
 def test_long_blocks() -> None:
-    assert_agrees(inputs_of(sized(40, 16, 32)), WalkOutputs(False), replace(TINY, block_vocab=64))
+    assert_agrees(inputs_of(sized(40, 16, 32), **TOKENS), replace(TINY, block_vocab=64))
 
 
 def test_the_shipped_configuration_through_the_public_op() -> None:
@@ -235,7 +233,7 @@ def test_tables_are_the_products_that_they_replace(head: str) -> None:
     case = small(head, draft_len=2, temperature=[0.9])
     with_tables = inputs_of(case, tables=build_walk_tables(case.head, case.confidence_head, chunk=4))
     assert_agrees(with_tables)
-    broken = replace(with_tables, tables=build_walk_tables(make_case(head, seed=8).head, None))
+    broken = with_tables._replace(tables=build_walk_tables(make_case(head, seed=8).head, None))
     with pytest.raises(AssertionError):
         assert_agrees(broken)
 
@@ -247,8 +245,8 @@ def test_p06_rows_beyond_32_bit_offsets() -> None:
     far.copy_(case.base_logits)
     near = case.base_logits.half()
     assert torch.equal(
-        run(inputs_of(replace(case, base_logits=far)), WalkOutputs(False)).tokens,
-        run(inputs_of(replace(case, base_logits=near)), WalkOutputs(False)).tokens,
+        run(inputs_of(replace(case, base_logits=far), **TOKENS)).tokens,
+        run(inputs_of(replace(case, base_logits=near), **TOKENS)).tokens,
     )
 
 
@@ -257,14 +255,15 @@ def test_outputs_are_written_in_full_and_nothing_else_is(head: str) -> None:
     """Scores are rows between canaries, as are the outputs and the workspace."""
     case = small(head, draft_len=2, temperature=(1.0, 0.0, 0.5))
     inputs = inputs_of(replace(case, anchor=torch.tensor([1, -1, 2])))
+    op = OPS["draft_walk"]
     with poisoned_empty():
-        empty = empty_draft(inputs, ALL)
-        bands = {f: guarded(getattr(empty, f), row_gap=4 if f == "logits" else 0) for f in empty._fields}
-        size = workspace_bytes(inputs.base_logits, inputs.head, inputs.sampling, ALL, None, TINY)
+        bands = {f: guarded(x, row_gap=4 if f == "logits" else 0) for f, x in blank(inputs)._asdict().items()}
+        out = blank(inputs)._replace(**{name: band.tensor for name, band in bands.items()})
+        size = 4 * sum(walk_plan.plan({}, *inputs, out, config=TINY).sizes)
         workspace = guarded(torch.empty(size, dtype=torch.uint8))
         base = guarded(inputs.base_logits, row_gap=4)
-        out = empty._replace(**{name: band.tensor for name, band in bands.items()})
-        walk_triton(replace(inputs, base_logits=base.tensor), ALL, out, workspace.tensor, TINY)
+        guarded_inputs = inputs._replace(base_logits=base.tensor)
+        op("triton", *guarded_inputs, out, workspace=workspace.tensor, config=TINY)
     for band in (base, workspace, *bands.values()):
         band.check()
     assert ((out.tokens >= -1) & (out.tokens < V)).all()
@@ -272,16 +271,18 @@ def test_outputs_are_written_in_full_and_nothing_else_is(head: str) -> None:
         assert not getattr(out, name).isnan().any(), name
     assert_same_bits(out, run(inputs))
     with pytest.raises(ValueError, match="workspace: expected shape"):
-        walk_triton(inputs, ALL, out, workspace.tensor[:-1], TINY)
+        op("triton", *inputs, out, workspace=workspace.tensor[:-1], config=TINY)
 
 
 def test_out_and_workspace_of_the_public_op() -> None:
     case = small(draft_len=2)
     size = draft_walk_workspace(case.base_logits, head=case.head, sampling=case.sampling)
+    inputs = inputs_of(case, **TOKENS, tables=None)
+    assert size == OPS["draft_walk"].workspace(*inputs, None)
     workspace = torch.empty(size, dtype=torch.uint8)
     for backend in ("reference", "triton"):
         expected = case.walk(backend=backend)
-        out = empty_draft(inputs_of(case), WalkOutputs(True))
+        out = blank(inputs._replace(return_logits=True))
         assert case.walk(out=out, workspace=workspace, backend=backend) is out
         assert_same_bits(out, expected)
 
@@ -318,8 +319,9 @@ LAUNCHES = {
 
 @pytest.mark.parametrize(("call", "launches"), LAUNCHES.items(), ids=LAUNCHES.keys())
 def test_launches_of_a_block(call: str, launches: int) -> None:
+    (case,) = (case for case in SHIPPED if str(case) == call)
     with recorded_launches() as found:
-        CALLS[call]()
+        case.op("triton", *case.values("meta"))
     assert len(found) == launches
 
 
@@ -335,24 +337,9 @@ def test_configurations() -> None:
             assert not config.hold or config.block_rank >= rank
 
 
-LAYOUTS: dict[str, Callable[[Case], dict[str, Any]]] = {
-    "base_logits": lambda c: {"base_logits": c.base_logits.transpose(1, 2).contiguous().transpose(1, 2)},
-    "head.w2": lambda c: {"head": c.head._replace(w2=c.head.w2.T.contiguous().T)},  # type: ignore[union-attr,type-var]
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts_that_the_kernels_cannot_read_are_refused(name: str) -> None:
-    case = small()
-    with pytest.raises(ValueError, match=f"{name}: the kernels need a contiguous last axis"):
-        case.walk(**LAYOUTS[name](case), backend="triton")
-    with pytest.raises(ValueError, match="position: expected device cpu, got meta"):
-        case.walk(position=case.position.to("meta"), backend="triton")
-
-
 def test_a_wrong_token_is_not_taken_for_a_tie() -> None:
     case = small(draft_len=2)
     tokens = case.walk().tokens
-    assert agreeing_slots(inputs_of(case), tokens, tokens).all()
-    with pytest.raises(AssertionError, match="request 1, slot 1"):
-        agreeing_slots(inputs_of(case), tokens + torch.tensor([[0, 0], [0, 1]]), tokens)
+    assert agreeing_steps(inputs_of(case), tokens, tokens).all()
+    with pytest.raises(AssertionError, match="request 1, step 1"):
+        agreeing_steps(inputs_of(case), tokens + torch.tensor([[0, 0], [0, 1]]), tokens)

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dspark.ops.draft.walk import sequential_step
-from dspark.ops.sample import sample, transform
+from dspark.ops.draft import sequential_step
+from dspark.ops.sample import sample
+from dspark.ops.sample.reference import transform
 from dspark.ops.types import MarkovHead, Stream
 from tests.ops.draft.walks import HEADS, HIDDEN, STREAMS, Case, V, by_hand, make_case, make_head, noise_of
 from tests.ops.helpers import chi_square_pvalue, make_sampling

@@ -13,30 +13,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dspark.ops.draft.certified import draft_walk_certified, draft_walk_certified_workspace
-from dspark.ops.draft.certified_launch import CandidateConfig, certified_workspace_bytes, walk_certified_triton
-from dspark.ops.draft.certified_reference import certified_steps, slack_of, walk_certified_reference
-from dspark.ops.draft.certified_table import (
-    TABLE_FILE,
+from dspark.ops.draft import (
     BiasTable,
     build_bias_table,
     cached_bias_table,
-    load_bias_table,
-    save_bias_table,
+    certified_launch,
+    draft_walk_certified,
+    draft_walk_certified_workspace,
 )
-from dspark.ops.draft.walk_inputs import WalkInputs, WalkOutputs
-from dspark.ops.draft.walk_reference import walk_reference
+from dspark.ops.draft.certified_launch import CandidateConfig
+from dspark.ops.draft.certified_reference import certified_steps, slack_of, walk_certified
+from dspark.ops.draft.certified_table import TABLE_FILE, load_bias_table, save_bias_table
+from dspark.ops.draft.walk_reference import WalkInputs, walk
 from dspark.ops.launch import recorded_launches
-from dspark.ops.types import MarkovHead
+from dspark.ops.op import OPS
+from dspark.ops.types import Draft, MarkovHead
 from dspark.testing.guards import forbid_sync, guarded, poisoned_empty
-from tests.ops.draft.triton_walks import TINY, blank, inputs_of, run
+from tests.ops.draft.cases import DRAFTS, SHIPPED
+from tests.ops.draft.triton_walks import TINY, TOKENS, blank, inputs_of, run
 from tests.ops.draft.walks import STREAMS, Case, V, make_case, make_head
 from tests.ops.helpers import make_sampling
-from tests.ops.shipped_walk import CALLS, DRAFTS
 
 INF, NAN = float("inf"), float("nan")
-SMALL = CandidateConfig(block_vocab=16, group=4, per_tile=3, block_rank=16, block_hidden=16)
-TOKENS = WalkOutputs(False)
+SMALL = CandidateConfig(block_vocab=16, group=4, per_tile=3, block_rank=16, block_hidden=16, walk=TINY)
 
 
 def case_of(seed: int, **options: Any) -> Case:
@@ -119,21 +118,35 @@ def test_tokens_are_those_of_the_exact_walk(name: str, data: st.DataObject) -> N
     case = replace(case, stream=data.draw(st.sampled_from(STREAMS)))
     table = build_bias_table(head_of(case), top_m=data.draw(st.sampled_from([1, 3, V])))
     case, table = CHANGES[name](case, table)
-    inputs, top_k = inputs_of(case), data.draw(st.sampled_from([1, 4, 30]))
-    exact = walk_reference(inputs, TOKENS)
+    inputs, top_k = inputs_of(case, **TOKENS), data.draw(st.sampled_from([1, 4, 30]))
+    exact = walk(*inputs)
     for fallback in (True, False):
-        draft, certified = walk_certified_reference(inputs, table, top_k, fallback)
-        assert_exact(draft.tokens, certified, exact.tokens, fallback)
-        assert draft.confidence is not None
+        tokens, confidence, _, certified = walk_certified(*arguments(inputs, table, top_k, fallback))
+        assert_exact(tokens, certified, exact.tokens, fallback)
+        assert confidence is not None
         assert exact.confidence is not None
-        proven = torch.arange(draft.tokens.shape[1]) < certified[:, None]
-        assert torch.equal(draft.confidence, exact.confidence if fallback else exact.confidence * proven)
+        proven = torch.arange(tokens.shape[1]) < certified[:, None]
+        assert torch.equal(confidence, exact.confidence if fallback else exact.confidence * proven)
 
 
-def run_certified(inputs: WalkInputs, table: BiasTable, top_k: int, fallback: bool) -> tuple[Any, Tensor]:
-    out, certified = blank(inputs, TOKENS), torch.full_like(inputs.anchor, -77)
-    walk_certified_triton(inputs, table, top_k, fallback, out, certified, None, SMALL, TINY)
-    return out, certified
+def arguments(inputs: WalkInputs, table: BiasTable, top_k: int, fallback: bool) -> tuple[Any, ...]:
+    """The declared arguments of the op but for its results."""
+    base_logits, anchor, head, *block = inputs[: WalkInputs._fields.index("vocabulary")]
+    return base_logits, anchor, head, table, *block, top_k, fallback
+
+
+def run_certified(
+    inputs: WalkInputs,
+    table: BiasTable,
+    top_k: int,
+    fallback: bool,
+    results: tuple[Tensor | None, ...] = (None,) * 4,
+    **options: Any,
+) -> tuple[Draft, Tensor]:
+    tokens, confidence, logits, certified = OPS["draft_walk_certified"](
+        "triton", *arguments(inputs, table, top_k, fallback), *results, config=SMALL, **options
+    )
+    return Draft(tokens, None, confidence, logits), certified
 
 
 @pytest.mark.triton
@@ -144,8 +157,8 @@ def run_certified(inputs: WalkInputs, table: BiasTable, top_k: int, fallback: bo
 def test_kernels_draw_the_tokens_of_the_exact_kernels(name: str, fallback: bool) -> None:
     case = case_of(7, draft_len=2)
     case, table = CHANGES[name](case, build_bias_table(head_of(case), top_m=3))
-    inputs = inputs_of(case)
-    exact = run(inputs, TOKENS)
+    inputs = inputs_of(case, **TOKENS)
+    exact = run(inputs)
     _, expected = certified_steps(inputs, table, 5)
     draft, certified = run_certified(inputs, table, 5, fallback)
     assert_exact(draft.tokens, certified, exact.tokens, fallback)
@@ -160,7 +173,7 @@ def test_a_bound_that_leaves_out_the_table_is_wrong() -> None:
     for seed in range(30):
         case, table = _far(case_of(seed), build_bias_table(head_of(case_of(seed)), top_m=1))
         inputs = inputs_of(case)
-        exact = walk_reference(inputs, TOKENS).tokens
+        exact = walk(*inputs).tokens
         careless = table._replace(bound=torch.zeros_like(table.bound), biases=table.biases * 0)
         tokens, certified = certified_steps(inputs, careless, 3)
         proven = torch.arange(tokens.shape[1]) < certified[:, None]
@@ -262,54 +275,49 @@ def test_the_public_op_by_the_kernels() -> None:
 @pytest.mark.triton
 def test_outputs_are_written_in_full_and_nothing_else_is() -> None:
     case = case_of(4, temperature=(1.0, 0.0), draft_len=2)
-    inputs = inputs_of(replace(case, anchor=torch.tensor([-1, 3])))
+    inputs = inputs_of(replace(case, anchor=torch.tensor([-1, 3])), **TOKENS)
     table = build_bias_table(head_of(case), top_m=3)
     with poisoned_empty():
-        out = blank(inputs, TOKENS)
-        bands = {f: guarded(x) for f, x in out._asdict().items() if x is not None}
-        size = certified_workspace_bytes(inputs.base_logits, head_of(case), inputs.sampling, 5, SMALL, TINY)
-        workspace, certified = guarded(torch.empty(size, dtype=torch.uint8)), guarded(torch.empty_like(inputs.anchor))
-        out = out._replace(**{name: band.tensor for name, band in bands.items()})
-        arguments = (inputs, table, 5, True, out, certified.tensor, workspace.tensor, SMALL, TINY)
-        walk_certified_triton(*arguments)
-    for band in (workspace, certified, *bands.values()):
+        out = blank(inputs)
+        results = (out.tokens, out.confidence, out.confidence_logits, torch.empty_like(inputs.anchor))
+        bands = [guarded(x) for x in results if x is not None]
+        written = tuple(band.tensor for band in bands)
+        size = 4 * sum(certified_launch.plan({}, *arguments(inputs, table, 5, True), *written, config=SMALL).sizes)
+        workspace = guarded(torch.empty(size, dtype=torch.uint8))
+        draft, _ = run_certified(inputs, table, 5, True, written, workspace=workspace.tensor)
+    for band in (workspace, *bands):
         band.check()
-    assert torch.equal(out.tokens, run(inputs, TOKENS).tokens)
-    assert out.confidence is not None
-    assert not out.confidence.isnan().any()
+    assert torch.equal(draft.tokens, run(inputs).tokens)
+    assert draft.confidence is not None
+    assert not draft.confidence.isnan().any()
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize(("call", "launches"), [("walk, certified", 3), ("walk, certified with fallback", DRAFTS + 4)])
 def test_launches_of_a_block(call: str, launches: int) -> None:
+    (case,) = (case for case in SHIPPED if str(case) == call)
     with recorded_launches() as found:
-        CALLS[call]()
+        case.op("triton", *case.values("meta"))
     assert len(found) == launches
 
 
 FAULTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "head": ({"head": make_head("gated", torch.Generator())}, TypeError, "head: expected a MarkovHead, got GatedHead"),
+    "head": ({"head": make_head("gated", torch.Generator())}, TypeError, "head: expected MarkovHead, got GatedHead"),
     "truncation": (
         {"sampling": make_sampling([1.0, 0.0], top_k=3)},
         ValueError,
         "sampling: the certified walk does not truncate",
     ),
-    "top_k": ({"top_k": 0}, ValueError, "top_k: expected 1 to 1024, got 0"),
-    "table": ({"table": None}, TypeError, "table: expected a BiasTable, got NoneType"),
-    "table's sizes": (
-        {"table": BiasTable(torch.zeros(3, 2).int(), torch.zeros(3, 2), torch.zeros(3), torch.zeros(3))},
-        ValueError,
-        'table.tokens: expected shape "V M" with V = 19',
-    ),
+    "top_k": ({"top_k": 1025}, ValueError, "top_k: expected 1 to 1024, got 1025"),
+    "no hidden": ({"hidden": None}, ValueError, "hidden: ConfidenceHead needs"),
 }
 
 
 @pytest.mark.parametrize(("changes", "error", "message"), FAULTS.values(), ids=FAULTS.keys())
 def test_bad_arguments(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     case = case_of(0)
-    table = changes.pop("table", build_bias_table(head_of(case), top_m=2))
     with pytest.raises(error, match=message):
-        call(case, table, **changes)
+        call(case, build_bias_table(head_of(case), top_m=2), **changes)
 
 
 def test_other_heads_have_no_table() -> None:

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dspark.ops.draft import sequential_step
 from dspark.ops.draft.tree_reference import draft_tree_reference
-from dspark.ops.draft.walk import sequential_step
 from dspark.ops.draft.walk_plan import WalkConfig
 from dspark.ops.op import OPS
 from dspark.ops.philox import gumbel
-from dspark.ops.sample import transform
+from dspark.ops.sample.reference import transform
 from dspark.ops.types import Rule, Sampling, SequentialHead, Stream, Tree, TreeDraft
 from tests.ops.draft.triton_walks import TINY
 from tests.ops.draft.walks import Case

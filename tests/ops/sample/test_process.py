@@ -19,8 +19,9 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from dspark.ops import Processors, count_tokens, process_logits
-from dspark.ops.sample.process_launch import ProcessConfig, process_config, process_triton
+from dspark.ops import Processors, Rows, count_tokens, process_logits
+from dspark.ops.op import OPS
+from dspark.ops.sample.process_launch import ProcessConfig, process_config
 
 INF = float("inf")
 NAN = float("nan")
@@ -81,12 +82,17 @@ def processors_of(requests: list[Asked], vocab: int = VOCAB) -> Processors:
     )
 
 
-def rows_of(requests: list[Asked]) -> tuple[Tensor, Tensor, int]:
-    """The ragged tokens, where each request's rows start, and the longest."""
+def made_rows(tokens: Tensor, query_start: Tensor, max_query_len: int) -> Rows:
+    """Rows whose anchors stand anywhere: no processor asks where."""
+    return Rows(tokens, query_start, torch.zeros(len(query_start) - 1, dtype=torch.int64), max_query_len)
+
+
+def rows_of(requests: list[Asked]) -> Rows:
+    """The ragged rows of the requests."""
     chains = [[r.anchor, *r.drafts] for r in requests]
     lengths = [len(chain) for chain in chains]
     tokens = torch.tensor([token for chain in chains for token in chain])
-    return tokens, torch.tensor([0, *lengths]).cumsum(0), max(lengths)
+    return made_rows(tokens, torch.tensor([0, *lengths]).cumsum(0), max(lengths))
 
 
 def pack(allowed: list[set[int]], vocab: int = VOCAB) -> Tensor:
@@ -136,57 +142,53 @@ BACKENDS = ["reference", "triton"]
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_p14_rows_equal_transformers_and_vllm(dtype: torch.dtype, backend: Any) -> None:
-    tokens, query_start, longest = rows_of(REQUESTS)
-    logits = randn(len(tokens), VOCAB).to(dtype)
-    result = process_logits(
-        logits, tokens, query_start, processors=processors_of(REQUESTS), max_query_len=longest, backend=backend
-    )
+    rows = rows_of(REQUESTS)
+    logits = randn(len(rows.tokens), VOCAB).to(dtype)
+    result = process_logits(logits, rows, processors=processors_of(REQUESTS), backend=backend)
     assert result.dtype == torch.float32
     for r, request in enumerate(REQUESTS):
         for i in range(1 + len(request.drafts)):
-            row = int(query_start[r]) + i
+            row = int(rows.query_start[r]) + i
             assert torch.equal(result[row], expected_row(logits[row], request, i)), (r, i)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_p14_a_row_is_what_plain_decoding_gives_after_the_same_tokens(backend: Any) -> None:
     """One token at a time, the state advanced by each, equals the ragged batch bit for bit."""
-    tokens, query_start, longest = rows_of(REQUESTS)
-    logits, processors = randn(len(tokens), VOCAB), processors_of(REQUESTS)
-    batch = process_logits(logits, tokens, query_start, processors=processors, max_query_len=longest, backend=backend)
+    rows = rows_of(REQUESTS)
+    logits, processors = randn(len(rows.tokens), VOCAB), processors_of(REQUESTS)
+    batch = process_logits(logits, rows, processors=processors, backend=backend)
     for r, request in enumerate(REQUESTS):
         state = processors_of([request])
         assert state.output_counts is not None
         assert state.num_emitted is not None
         for i in range(1 + len(request.drafts)):
-            row = query_start[r] + i
+            row = rows.query_start[r] + i
             alone = process_logits(
-                logits[row][None], tokens[row][None], torch.tensor([0, 1]), processors=state, max_query_len=1
+                logits[row][None], made_rows(rows.tokens[row][None], torch.tensor([0, 1]), 1), processors=state
             )
             assert same_bits(batch[row][None], alone), (r, i)
             if i < len(request.drafts):
-                count_tokens(state.output_counts, tokens[row + 1].view(1, 1), torch.tensor([1]))
+                count_tokens(state.output_counts, rows.tokens[row + 1].view(1, 1), torch.tensor([1]))
                 state.num_emitted.add_(1)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_p14_later_drafts_do_not_count(backend: Any) -> None:
-    tokens, query_start, longest = rows_of(REQUESTS)
-    logits, processors = randn(len(tokens), VOCAB), processors_of(REQUESTS)
+    rows = rows_of(REQUESTS)
+    logits, processors = randn(len(rows.tokens), VOCAB), processors_of(REQUESTS)
 
     def result(tokens: Tensor) -> Tensor:
-        return process_logits(
-            logits, tokens, query_start, processors=processors, max_query_len=longest, backend=backend
-        )
+        return process_logits(logits, rows._replace(tokens=tokens), processors=processors, backend=backend)
 
-    before = result(tokens)
+    before = result(rows.tokens)
     for r, request in enumerate(REQUESTS):
         for i in range(1, 1 + len(request.drafts)):
-            row = int(query_start[r]) + i
-            after = result(tokens.index_fill(0, torch.tensor([row]), 17))
+            row = int(rows.query_start[r]) + i
+            after = result(rows.tokens.index_fill(0, torch.tensor([row]), 17))
             changed = (after != before).any(-1).nonzero().flatten().tolist()
-            assert set(changed) <= set(range(row, int(query_start[r + 1]))), (r, i)
-            if request.frequency and tokens[row] != 17:
+            assert set(changed) <= set(range(row, int(rows.query_start[r + 1]))), (r, i)
+            if request.frequency and rows.tokens[row] != 17:
                 assert row in changed
 
 
@@ -200,10 +202,8 @@ def test_p18_each_row_has_its_own_mask(backend: Any) -> None:
     logits = randn(num_rows, VOCAB)
     result = process_logits(
         logits,
-        torch.zeros(num_rows, dtype=torch.int64),
-        query_start,
+        made_rows(torch.zeros(num_rows, dtype=torch.int64), query_start, 5),
         processors=Processors(allowed_mask=mask),
-        max_query_len=5,
         backend=backend,
     )
     expected = torch.full_like(logits, -INF)
@@ -248,10 +248,10 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
     off = draw(st.sets(st.sampled_from(["prompt_mask", *OPTIONAL])))
     return {
         "logits": logits,
-        "tokens": integers(-1, min(vocab, 6) + 1, T),
-        "query_start": torch.tensor([0, *lengths]).cumsum(0),
+        "rows": made_rows(
+            integers(-1, min(vocab, 6) + 1, T), torch.tensor([0, *lengths]).cumsum(0), draw(st.integers(1, 4))
+        ),
         "processors": everything._replace(**dict.fromkeys(off)),
-        "max_query_len": draw(st.integers(1, 4)),
     }
 
 
@@ -270,7 +270,7 @@ def test_kernel_equals_reference_bit_for_bit(problem: dict[str, Any]) -> None:
     expected = process_logits(**problem, backend="reference")
     guarded = torch.full((len(expected), expected.shape[1] + 8), 123.0)
     out = guarded[:, : expected.shape[1]].fill_(NAN)
-    process_triton(**problem, out=out, config=TINY)
+    OPS["process_logits"]("triton", *problem.values(), out, config=TINY)
     assert same_bits(out, expected)
     assert (guarded[:, expected.shape[1] :] == 123).all()
 
@@ -278,7 +278,8 @@ def test_kernel_equals_reference_bit_for_bit(problem: dict[str, Any]) -> None:
 @given(problem=problems())
 def test_c8_a_request_alone_gives_the_same_rows(problem: dict[str, Any]) -> None:
     together = process_logits(**problem)
-    start = problem["query_start"].tolist()
+    batch: Rows = problem["rows"]
+    start = batch.query_start.tolist()
     for r in range(len(start) - 1):
         rows = slice(start[r], start[r + 1])
         own = {
@@ -288,10 +289,8 @@ def test_c8_a_request_alone_gives_the_same_rows(problem: dict[str, Any]) -> None
         }
         alone = process_logits(
             problem["logits"][rows],
-            problem["tokens"][rows],
-            torch.tensor([0, start[r + 1] - start[r]]),
+            made_rows(batch.tokens[rows], torch.tensor([0, start[r + 1] - start[r]]), batch.max_query_len),
             processors=Processors(**own),
-            max_query_len=problem["max_query_len"],
         )
         assert same_bits(together[rows], alone)
 
@@ -301,10 +300,8 @@ def test_rows_of_no_request_are_copied(backend: Any) -> None:
     logits = randn(7, VOCAB)
     result = process_logits(
         logits,
-        torch.zeros(7, dtype=torch.int64),
-        torch.tensor([0, 0, 3, 5]),
+        made_rows(torch.zeros(7, dtype=torch.int64), torch.tensor([0, 0, 3, 5]), 2),
         processors=Processors(banned_tokens=torch.arange(VOCAB).expand(3, -1).contiguous()),
-        max_query_len=2,
         backend=backend,
     )
     assert (result[[0, 1, 3, 4]] == -INF).all()
@@ -314,43 +311,46 @@ def test_rows_of_no_request_are_copied(backend: Any) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_request_that_asks_for_nothing_keeps_its_logits(backend: Any) -> None:
     requests = [REQUESTS[0], Asked([3], [4, 4], [4, 5]), REQUESTS[3]]
-    tokens, query_start, longest = rows_of(requests)
-    logits = randn(len(tokens), VOCAB)
+    rows = rows_of(requests)
+    logits = randn(len(rows.tokens), VOCAB)
     logits[4:7, :5] = torch.tensor([NAN, INF, -INF, -0.0, 0.0])
-    result = process_logits(
-        logits, tokens, query_start, processors=processors_of(requests), max_query_len=longest, backend=backend
-    )
+    result = process_logits(logits, rows, processors=processors_of(requests), backend=backend)
     assert same_bits(result[4:7], logits[4:7])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_out_may_be_the_logits(backend: Any) -> None:
-    tokens, query_start, longest = rows_of(REQUESTS)
-    logits, processors = randn(len(tokens), VOCAB), processors_of(REQUESTS)
-    expected = process_logits(logits, tokens, query_start, processors=processors, max_query_len=longest)
+    rows = rows_of(REQUESTS)
+    logits, processors = randn(len(rows.tokens), VOCAB), processors_of(REQUESTS)
+    expected = process_logits(logits, rows, processors=processors)
     given_logits = logits.clone()
     for out in (torch.full_like(logits, NAN), given_logits):
-        result = process_logits(
-            given_logits, tokens, query_start, processors=processors, max_query_len=longest, out=out, backend=backend
-        )
+        result = process_logits(given_logits, rows, processors=processors, out=out, backend=backend)
         assert result is out
         assert same_bits(out, expected)
 
 
-def test_c7_nothing_is_read_on_the_host() -> None:
+def test_c7_counting_reads_nothing_on_the_host() -> None:
     """Fake tensors have no values: reading one raises."""
-    tokens, query_start, longest = rows_of(REQUESTS)
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
-        fake = {name: mode.from_tensor(v) for name, v in ALL._asdict().items() if v is not None}
-        result = process_logits(
-            torch.empty(len(tokens), VOCAB),
-            mode.from_tensor(tokens),
-            mode.from_tensor(query_start),
-            processors=Processors(**fake),
-            max_query_len=longest,
-        )
-        count_tokens(fake["output_counts"], torch.empty(len(REQUESTS), 3, dtype=torch.int64), fake["num_emitted"])
-    assert result.shape == (len(tokens), VOCAB)
+        counts = torch.zeros(5, VOCAB, dtype=torch.int32)
+        num = mode.from_tensor(torch.tensor([3, 1, 0, 2, 1]))
+        count_tokens(counts, torch.empty(5, 3, dtype=torch.int64), num)
+    assert counts.shape == (5, VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"output_counts": torch.zeros(2, 6)}, TypeError, "output_counts: expected dtype int32, got float32"),
+        ({"tokens": torch.zeros(3, 4).long()}, ValueError, 'tokens: expected shape "R N" with R = 2'),
+        ({"num": torch.zeros(2)}, TypeError, "num: expected dtype int64, got float32"),
+    ],
+)
+def test_counting_names_a_bad_argument(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    given = {"output_counts": torch.zeros(2, 6, dtype=torch.int32), "tokens": torch.zeros(2, 4).long()}
+    with pytest.raises(error, match=message):
+        count_tokens(**(given | {"num": torch.zeros(2).long()} | changes))
 
 
 ALL = processors_of(REQUESTS)._replace(allowed_mask=pack([{1}] * sum(1 + len(request.drafts) for request in REQUESTS)))

@@ -19,7 +19,8 @@ from transformers.generation.logits_process import (
 )
 
 from dspark.ops.philox import gumbel
-from dspark.ops.sample import inverse_cdf, perturbed_argmax, sample, transform, truncate
+from dspark.ops.sample import sample, truncate
+from dspark.ops.sample.reference import inverse_cdf, perturbed_argmax, transform
 from dspark.ops.types import Sampling, Stream
 from tests.ops.helpers import chi_square_pvalue, make_sampling, select
 from tests.tolerances import CHI_SQUARE, CUT
@@ -220,7 +221,7 @@ def test_all_greedy_computes_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_noise(*_: object, **__: object) -> Tensor:
         raise AssertionError("noise was computed")
 
-    monkeypatch.setattr(import_module("dspark.ops.sample"), "gumbel", no_noise)
+    monkeypatch.setattr(import_module("dspark.ops.sample.reference"), "gumbel", no_noise)
     assert torch.equal(sample(logits, greedy, position), expected)
     assert torch.equal(expected, logits.argmax(-1))
 
@@ -341,59 +342,14 @@ def test_inverse_cdf_at_the_ends_and_of_bad_rows() -> None:
     assert inverse_cdf(bad, torch.full((4,), 0.3, dtype=torch.float64)).tolist() == [-1] * 4
 
 
-def test_graph_safe_reads_no_values() -> None:
-    sampling = make_sampling([0.0, 1.0], 5, 0.9, 0.1)
-    on_meta = sampling._replace(
-        **{f: getattr(sampling, f).to("meta") for f in ("temperature", "top_k", "top_p", "min_p", "seed")}
-    )
-    ids = torch.empty(3, dtype=torch.int64, device="meta")
-    logits = torch.empty(3, 10, device="meta")
-    assert sample(logits, on_meta, ids, request=ids, salt=ids).shape == (3,)
-    assert truncate(logits, on_meta, ids).shape == (3,)
-
-
-def call(**changes: Any) -> Tensor:
-    """A correct call of ``sample`` but for ``changes``; ``sampling__x`` changes a field of the parameters."""
-    sampling = make_sampling([1.0, 0.5])
-    fields = {k.removeprefix("sampling__"): v for k, v in changes.items() if k.startswith("sampling__")}
-    arguments: dict[str, Any] = {
-        "logits": randn(3, 8),
-        "sampling": sampling._replace(**fields),
-        "position": torch.arange(3),
-        "request": torch.tensor([0, 1, 1]),
-    }
-    arguments |= {k: v for k, v in changes.items() if not k.startswith("sampling__")}
-    return sample(arguments.pop("logits"), arguments.pop("sampling"), arguments.pop("position"), **arguments)
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "changes"),
-    [
-        (ValueError, r'logits: expected shape "T V" \(2 dimensions\), got \[8\]', {"logits": randn(8)}),
-        (
-            TypeError,
-            "logits: expected dtype float32 or float16 or bfloat16, got float64",
-            {"logits": randn(3, 8).double()},
-        ),
-        (TypeError, 'logits: expected a tensor "T V", got list', {"logits": [[0.0]]}),
-        (ValueError, r'position: expected shape "T" with T = 3, got \[2\]', {"position": torch.arange(2)}),
-        (TypeError, "position: expected dtype int64, got float32", {"position": torch.zeros(3)}),
-        (ValueError, 'request: expected shape "T" with T = 3', {"request": torch.arange(4)}),
-        (ValueError, 'salt: expected shape "T" with T = 3', {"salt": torch.arange(2)}),
-        (ValueError, 'logits: expected shape "R V" with R = 2', {"request": None}),
-        (TypeError, "sampling.seed: expected dtype int64, got float32", {"sampling__seed": torch.zeros(2)}),
-        (ValueError, 'sampling.top_p: expected shape "R" with R = 2', {"sampling__top_p": torch.ones(3)}),
-        (TypeError, "sampling.temperature: expected dtype float32", {"sampling__temperature": torch.ones(2).double()}),
-        (ValueError, "backend: expected one of 'auto', 'triton', 'reference', got 'cuda'", {"backend": "cuda"}),
-    ],
-)
-def test_bad_arguments(error: type[Exception], message: str, changes: dict[str, Any]) -> None:
-    call()
-    with pytest.raises(error, match=message):
-        call(**changes)
+def test_rows_without_requests_are_the_requests() -> None:
+    with pytest.raises(ValueError, match=r'logits: expected shape "R V" with R = 2, got \[3, 8\]'):
+        sample(randn(3, 8), make_sampling([1.0, 0.5]), torch.arange(3))
+    with pytest.raises(ValueError, match="stream: expected 0 to 3, got 4"):
+        sample(randn(2, 8), make_sampling([1.0, 0.5]), torch.arange(2), stream=4)  # type: ignore[arg-type]
 
 
 def test_kernels_are_refused_where_they_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dspark.ops.backend._INTERPRETED", False)
+    monkeypatch.setattr("dspark.ops.op._INTERPRETED", False)
     with pytest.raises(ValueError, match="backend: the Triton kernels run on a GPU, got tensors on cpu"):
         sample(randn(2, 5), make_sampling([1.0, 1.0]), torch.arange(2), backend="triton")

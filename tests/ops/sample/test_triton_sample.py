@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,9 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dspark.ops.launch import RowConfig, row_config, tiles_per_program
+from dspark.ops.op import OPS
 from dspark.ops.sample import sample, sample_workspace, statistics_launch, truncate
-from dspark.ops.sample.launch import sample_triton, truncate_triton
-from dspark.ops.sample.statistics_launch import Rows
 from dspark.ops.types import Sampling, Stream
 from tests.ops.chains import randn
 from tests.ops.helpers import make_sampling
@@ -31,19 +32,17 @@ def rows_of(
     request: Tensor | None = None,
     salt: Tensor | None = None,
     stream: Stream = Stream.TARGET,
-) -> Rows:
-    return Rows(logits, sampling, position, None, request, salt, stream)
+) -> tuple[Any, ...]:
+    return logits, sampling, position, request, stream, salt
 
 
-def drawn(rows: Rows, config: RowConfig | None = TINY) -> Tensor:
-    out = torch.full(rows.logits.shape[:1], -77)
-    sample_triton(rows, out, None, config)
+def drawn(rows: tuple[Any, ...], config: RowConfig | None = TINY) -> Tensor:
+    out: Tensor = OPS["sample"]("triton", *rows, torch.full(rows[0].shape[:1], -77), config=config)
     return out
 
 
 def thresholds(logits: Tensor, sampling: Sampling, config: RowConfig | None = TINY) -> Tensor:
-    out = torch.full((logits.shape[0],), NAN)
-    truncate_triton(rows_of(logits, sampling, torch.zeros(logits.shape[0], dtype=torch.int64)), out, None, config)
+    out: Tensor = OPS["truncate"]("triton", logits, sampling, None, torch.full((len(logits),), NAN), config=config)
     return out
 
 
