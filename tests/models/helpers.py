@@ -11,6 +11,7 @@ from dspark.models.cache import PagedCache
 from dspark.models.config import ModelConfig
 from dspark.models.target import Target
 from dspark.models.transformer import CausalLM
+from tests.tolerances import LOGITS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,6 +28,8 @@ BASE: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+"""Rotary parameters, but for ``rope_theta`` and the original length."""
 
 
 def random_hf_model(model_type: str, changes: dict[str, Any], seed: int = 0) -> PreTrainedModel:
@@ -62,3 +65,8 @@ def poison(cache: PagedCache) -> PagedCache:
         kv.k.fill_(float("nan"))
         kv.v.fill_(float("nan"))
     return cache
+
+
+def close(got: Tensor, expected: Tensor, nan: bool = False) -> None:
+    """Equal but for the order of float32 sums; with ``nan``, not a number where that is expected."""
+    torch.testing.assert_close(got, expected, rtol=0, atol=LOGITS, equal_nan=nan)

@@ -9,16 +9,9 @@ import pytest
 import transformers
 
 from dspark.models.config import ModelConfig
+from tests.models.helpers import BASE, LLAMA3
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
+SIZES = {**BASE, "num_hidden_layers": 4, "max_position_embeddings": 256}
 QWEN3 = {"model_type": "qwen3", "head_dim": 12, **SIZES}
 QWEN2 = {"model_type": "qwen2", **SIZES}
 LLAMA = {"model_type": "llama", **SIZES}
@@ -34,10 +27,8 @@ LLAMA = {"model_type": "llama", **SIZES}
         (LLAMA, {"qk_norm": False, "qkv_bias": False, "mlp_bias": False, "head_dim": 8}),
         ({**LLAMA, "head_dim": 10, "attention_bias": True, "mlp_bias": True}, {"head_dim": 10, "mlp_bias": True}),
         ({**LLAMA, "num_key_value_heads": None}, {"num_key_value_heads": 4}),
-        (
-            {**QWEN3, "eos_token_id": 7, "tie_word_embeddings": True},
-            {"eos_token_ids": (7,), "tie_word_embeddings": True},
-        ),
+        ({**QWEN3, "eos_token_id": 7}, {"eos_token_ids": (7,)}),
+        ({**QWEN3, "tie_word_embeddings": True}, {"tie_word_embeddings": True}),
         ({**QWEN3, "eos_token_id": [7, 9]}, {"eos_token_ids": (7, 9)}),
     ],
 )
@@ -60,19 +51,8 @@ def test_qwen3_head_dim_defaults_as_in_transformers() -> None:
         {"rope_theta": 5e4, "rope_scaling": {"type": "linear", "factor": 2.0}},
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 3e4, "factor": 2.0}},
         {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        {
-            "rope_theta": 1e6,
-            "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-        },
-        {
-            "rope_scaling": {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            }
-        },
+        {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+        {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 64}},
     ],
 )
 def test_both_rope_spellings_read_as_in_transformers(rope: dict[str, Any]) -> None:
@@ -82,18 +62,17 @@ def test_both_rope_spellings_read_as_in_transformers(rope: dict[str, Any]) -> No
     assert ModelConfig.from_hf(raw).rope == theirs
 
 
+WINDOW = {"sliding_window": 16, "use_sliding_window": True}
+
+
 @pytest.mark.parametrize(
     "window",
     [
         {},
         {"sliding_window": 16},
-        {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2},
-        {"sliding_window": 16, "use_sliding_window": True},
-        {
-            "sliding_window": 16,
-            "use_sliding_window": True,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-        },
+        {**WINDOW, "max_window_layers": 2},
+        WINDOW,
+        {**WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2},
     ],
 )
 @pytest.mark.parametrize("base", [QWEN3, QWEN2])
@@ -134,7 +113,7 @@ def test_unsupported_configurations_raise(change: dict[str, Any], message: str) 
     [
         QWEN3,
         {**QWEN3, "attention_bias": True, "tie_word_embeddings": True, "eos_token_id": [3, 4]},
-        {**QWEN3, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+        {**QWEN3, **WINDOW, "max_window_layers": 1},
         {**QWEN2, "rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0}},
         {**LLAMA, "attention_bias": True, "mlp_bias": True, "head_dim": 10, "rms_norm_eps": 1e-5},
     ],

@@ -12,8 +12,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply
 
 from dspark.models.config import ModelConfig
 from dspark.models.rotary import Rotary, apply_rotary, rope_frequencies
+from tests.models.helpers import BASE, LLAMA3
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 1e4},
     "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5},
@@ -31,17 +31,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 def make(rope: dict[str, Any], head_dim: int) -> tuple[Qwen3Config, ModelConfig]:
-    raw = {
-        "vocab_size": 8,
-        "hidden_size": 64,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": head_dim,
-        "max_position_embeddings": 1024,
-        "rope_parameters": dict(rope),
-    }
+    raw = {**BASE, "head_dim": head_dim, "max_position_embeddings": 1024, "rope_parameters": dict(rope)}
     return Qwen3Config(**raw), ModelConfig.from_hf({"model_type": "qwen3", **raw})
 
 
@@ -94,23 +84,17 @@ def test_relative_rotation_depends_on_distance_only() -> None:
 def test_casting_the_network_keeps_the_frequencies() -> None:
     _, config = make(ROPES["default"], 16)
     rotary = Rotary(config)
-    positions = torch.tensor([1000])
-    before = rotary(positions, torch.float32)
-    after = rotary.to(torch.bfloat16)(positions, torch.float32)
-    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+    before = rotary(torch.tensor([1000]), torch.float32)
+    after = rotary.to(torch.bfloat16)(torch.tensor([1000]), torch.float32)
+    assert all(map(torch.equal, before, after))
+    assert not rotary.state_dict()  # they are no part of a checkpoint
 
 
 def test_frequencies_are_real_on_the_meta_device() -> None:
     _, config = make(ROPES["yarn"], 16)
     with torch.device("meta"):
         rotary = Rotary(config)
-    positions = torch.tensor([5])
-    assert torch.equal(rotary(positions, torch.float32)[0], Rotary(config)(positions, torch.float32)[0])
-
-
-def test_frequencies_are_no_part_of_a_checkpoint() -> None:
-    _, config = make(ROPES["default"], 16)
-    assert not Rotary(config).state_dict()
+    assert torch.equal(*(x(torch.tensor([5]), torch.float32)[0] for x in (rotary, Rotary(config))))
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope", "proportional", "nonsense"])

@@ -11,18 +11,9 @@ from torch import Tensor
 
 from dspark.models.cache import PagedCache, query_batch
 from dspark.models.target import Target
-from tests.models.helpers import as_target, poison, random_hf_model, scattered_table
-from tests.tolerances import LOGITS
+from tests.models.helpers import LLAMA3, as_target, close, poison, random_hf_model, scattered_table
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 1e4,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 WINDOWS = {
     "use_sliding_window": True,
     "sliding_window": 7,
@@ -38,7 +29,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_linear": ("qwen2", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
     "llama": ("llama", {"num_key_value_heads": 4}),
     "llama_bias": ("llama", {"head_dim": 12, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
-    "llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "llama3": ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 1e4, "original_max_position_embeddings": 32}}),
 }
 LENGTHS = [29, 17, 24]
 
@@ -54,9 +45,6 @@ class Case:
         self.texts = [torch.randint(61, (length,), generator=generator) for length in LENGTHS]
         with torch.no_grad():
             self.results = [self.hf(text[None], output_hidden_states=True) for text in self.texts]
-
-    def logits(self, request: int, start: int, stop: int) -> Tensor:
-        return self.results[request].logits[0, start:stop]
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
@@ -96,29 +84,21 @@ class Session:
 
 def check(case: Case, session: Session, logits: list[Tensor]) -> None:
     """``logits`` are those of the rows that were just committed."""
-    for request, got in enumerate(logits):
-        stop = session.done[request]
-        expected = case.logits(request, stop - len(got), stop)
-        torch.testing.assert_close(got, expected, rtol=0, atol=LOGITS)
+    for request, (got, stop) in enumerate(zip(logits, session.done, strict=True)):
+        close(got, case.results[request].logits[0, stop - len(got) : stop])
 
 
-def test_prefill_of_a_ragged_batch(case: Case, page_size: int) -> None:
+ONE_BY_ONE = [[length - 12 for length in LENGTHS], *[[1, 1, 1]] * 12]
+
+
+@pytest.mark.parametrize(
+    "chunks", [[LENGTHS], [[16, 5, 0], [0, 11, 1], [13, 1, 23]], ONE_BY_ONE], ids=["whole", "chunks", "decode"]
+)
+def test_prefill_and_decoding_of_a_ragged_batch(case: Case, page_size: int, chunks: list[list[int]]) -> None:
     session = Session(case.target, case.texts, page_size)
-    check(case, session, session.advance(LENGTHS))
-
-
-def test_chunked_prefill(case: Case, page_size: int) -> None:
-    session = Session(case.target, case.texts, page_size)
-    for counts in ([16, 5, 0], [0, 11, 1], [13, 1, 23]):
+    for counts in chunks:
         check(case, session, session.advance(counts))
     assert session.done == LENGTHS
-
-
-def test_decode_one_token_at_a_time(case: Case, page_size: int) -> None:
-    session = Session(case.target, case.texts, page_size)
-    check(case, session, session.advance([length - 12 for length in LENGTHS]))
-    for _ in range(12):
-        check(case, session, session.advance([1, 1, 1]))
 
 
 def test_verify_ragged_drafts_and_roll_back(case: Case, page_size: int) -> None:
@@ -143,8 +123,8 @@ def test_features_are_layer_outputs(case: Case) -> None:
     _, hidden, features = session.run(case.texts, (1, -1, 0, 1))
     states = [torch.cat([result.hidden_states[i][0] for result in case.results]) for i in range(4)]
     expected = torch.cat([states[2], states[0], states[1], states[2]], dim=-1)
-    torch.testing.assert_close(features, expected, rtol=0, atol=LOGITS)
-    torch.testing.assert_close(hidden, states[3], rtol=0, atol=LOGITS)
+    close(features, expected)
+    close(hidden, states[3])
 
 
 @pytest.fixture(scope="module")
@@ -158,21 +138,12 @@ def test_p07_padding_ids_are_never_an_index(plain: Case) -> None:
     batch = query_batch(session.table, torch.tensor([0, 0, 0]), LENGTHS, 16)
     expected, _ = plain.target.forward(torch.cat(plain.texts), batch, session.cache)
     pads = torch.full((5,), -1)
-    padded = type(batch)(
-        batch.query_start,
-        batch.context_len,
-        batch.block_table,
-        torch.cat([batch.positions, pads * 0]),
-        torch.cat([batch.slots, pads]),
-        None,
-        batch.max_query_len,
-    )
-    before = [kv.k.clone() for kv in session.cache.layers]
+    padded = batch._replace(positions=torch.cat([batch.positions, pads * 0]), slots=torch.cat([batch.slots, pads]))
+    before = session.cache.stacked.k.clone()
     hidden, _ = plain.target.forward(torch.cat([*plain.texts, pads]), padded, session.cache)
-    torch.testing.assert_close(hidden[: sum(LENGTHS)], expected, rtol=0, atol=LOGITS)
+    close(hidden[: sum(LENGTHS)], expected)
     assert not hidden[sum(LENGTHS) :].isnan().any()
-    for old, kv in zip(before, session.cache.layers, strict=True):
-        torch.testing.assert_close(kv.k, old, rtol=0, atol=LOGITS, equal_nan=True)
+    close(session.cache.stacked.k, before, nan=True)
 
 
 def test_p13_beyond_max_position_embeddings(plain: Case) -> None:
@@ -184,7 +155,7 @@ def test_p13_beyond_max_position_embeddings(plain: Case) -> None:
     for start in (0, 61, 62, 63, 64, 65, 66):
         stop = 80 if start == 66 else max(61, start + 1)
         got = session.advance([stop - start])[0]
-        torch.testing.assert_close(got, expected[start:stop], rtol=0, atol=LOGITS)
+        close(got, expected[start:stop])
 
 
 def test_results_carry_no_gradient(plain: Case) -> None:
