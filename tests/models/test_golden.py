@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dspark.models import DSparkDrafter, Target, load_drafter, load_target, query_batch
+from dspark.models.draft_network import DSparkNetwork
 from dspark.ops.draft import draft_walk, sequential_step
 from dspark.ops.draft.certified import draft_walk_certified
 from dspark.ops.draft.certified_table import build_bias_table
 from dspark.ops.draft.walk_tables import build_walk_tables
-from dspark.ops.types import MarkovHead, QueryBatch, Sampling, Stream
+from dspark.ops.types import QueryBatch, Sampling, Stream
 from tests.models.helpers import close, poison, scattered_table
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -199,25 +201,26 @@ def first_rounds(head: str) -> dict[str, Tensor]:
     }
 
 
+def walk_arguments(head: str, network: DSparkNetwork) -> dict[str, Any]:
+    """What the walks take to draft the first rounds."""
+    said = first_rounds(head)
+    return {
+        **{name: said[name] for name in ("base_logits", "anchor", "hidden")},
+        "head": network.sequential_head(),
+        "confidence_head": network.confidence(),
+        "sampling": greedy(3),
+        "position": said["start"],
+        "stream": Stream.TARGET,
+    }
+
+
 @pytest.mark.triton
 def test_rounds_of_a_trace_by_the_kernels(target: Target, head: str) -> None:
     """The walk alone, from the trace's hidden states and base logits; with tables where they save a product."""
     network = load_drafter(GOLDEN / f"draft_{head}", target).network
-    sequential, confidence = network.sequential_head(), network.confidence()
-    expected = first_rounds(head)
-    draft = draft_walk(
-        expected["base_logits"],
-        expected["anchor"],
-        head=sequential,
-        hidden=expected["hidden"],
-        confidence_head=confidence,
-        sampling=greedy(3),
-        position=expected["start"],
-        stream=Stream.TARGET,
-        return_logits=True,
-        tables=build_walk_tables(sequential, confidence) if head == "gated" else None,
-        backend="triton",
-    )
+    expected, arguments = first_rounds(head), walk_arguments(head, network)
+    tables = build_walk_tables(arguments["head"], arguments["confidence_head"]) if head == "gated" else None
+    draft = draft_walk(**arguments, return_logits=True, tables=tables, backend="triton")
     assert draft.tokens.tolist() == expected["tokens"].tolist()
     assert torch.equal(draft.logits.argmax(-1), expected["tokens"])
     if head != "dflash":
@@ -226,22 +229,10 @@ def test_rounds_of_a_trace_by_the_kernels(target: Target, head: str) -> None:
 
 @pytest.mark.parametrize("top_k", [4, 16])
 def test_rounds_of_a_trace_by_the_certified_walk(target: Target, top_k: int) -> None:
-    network = load_drafter(GOLDEN / "draft_vanilla", target).network
-    sequential = network.sequential_head()
-    assert isinstance(sequential, MarkovHead)
     expected = first_rounds("vanilla")
-    result = draft_walk_certified(
-        expected["base_logits"],
-        expected["anchor"],
-        head=sequential,
-        table=build_bias_table(sequential, top_m=4),
-        hidden=expected["hidden"],
-        confidence_head=network.confidence(),
-        sampling=greedy(3),
-        position=expected["start"],
-        stream=Stream.TARGET,
-        top_k=top_k,
-    )
+    arguments = walk_arguments("vanilla", load_drafter(GOLDEN / "draft_vanilla", target).network)
+    table = build_bias_table(arguments["head"], top_m=4)
+    result = draft_walk_certified(**arguments, table=table, top_k=top_k)
     assert result.draft.tokens.tolist() == expected["tokens"].tolist()
     assert result.certified.min() >= 1
     close(result.draft.confidence_logits, expected["confidence_logits"])

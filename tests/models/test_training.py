@@ -33,17 +33,12 @@ from dspark.models.training.drafter import (
     trainable,
 )
 from dspark.models.training.export import save_drafter, save_target
-from dspark.models.training.loop import initialise, learning_rate
-from dspark.models.training.target import (
-    TargetTraining,
-    causal_attend,
-    language_model_loss,
-    roll_out,
-    train_target,
-)
+from dspark.models.training.loop import StepLog, initialise, learning_rate
+from dspark.models.training.target import TargetTraining, causal_attend, language_model_loss, roll_out, train_target
 from dspark.models.transformer import CausalLM
 from dspark.ops.sample.reference import transform
 from dspark.requests import SamplingParams, batch_sampling
+from tests.models.helpers import poison
 from tests.ops.helpers import chi_square_pvalue
 from tests.small import small_drafter, small_model
 from tests.tolerances import CHI_SQUARE
@@ -86,14 +81,28 @@ def test_target_learns(stream: np.ndarray, trained: CausalLM) -> None:
     assert language_model_loss(trained, tokens) < 0.75 * language_model_loss(new_target(), tokens)
 
 
+def learn(
+    network: DSparkNetwork, target: CausalLM, rollouts: Rollouts, folder: Path, run: DrafterTraining = DRAFTER_RUN
+) -> list[StepLog]:
+    return list(train_drafter(network, target, rollouts, folder / "drafter.pt", run))
+
+
+def ends(logs: list[StepLog]) -> tuple[float, float]:
+    """The mean losses of the first and the last steps."""
+    first, last = (float(np.mean([log.loss for log in part])) for part in (logs[:5], logs[-5:]))
+    return first, last
+
+
+@pytest.fixture(scope="module")
+def rollouts(stream: np.ndarray) -> Rollouts:
+    return Rollouts(torch.from_numpy(crops(stream, 64, 32, (5,))), prompt_len=4, temperature=torch.ones(64))
+
+
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn", "none"])
-def test_drafter_learns_what_its_target_says(head: str, stream: np.ndarray, trained: CausalLM, tmp_path: Path) -> None:
-    texts = torch.from_numpy(crops(stream, 64, 32, (5,)))
-    rollouts = Rollouts(texts, prompt_len=4, temperature=torch.arange(64) % 2.0)
+def test_drafter_learns_what_its_target_says(head: str, rollouts: Rollouts, trained: CausalLM, tmp_path: Path) -> None:
     network = new_drafter(drafter_config(head), trained, seed=1)
-    logs = list(train_drafter(network, trained, rollouts, tmp_path / "drafter.pt", DRAFTER_RUN))
-    first, last = (np.mean([log.loss for log in part]) for part in (logs[:5], logs[-5:]))
-    assert last < 0.9 * first
+    logs = learn(network, trained, replace(rollouts, temperature=torch.arange(64) % 2.0), tmp_path)
+    assert ends(logs)[1] < 0.9 * ends(logs)[0]
     assert np.mean(logs[-1].acceptance) > np.mean(logs[0].acceptance)
     torch.testing.assert_close(network.lm_head.weight, trained.lm_head.weight, rtol=0, atol=0)
 
@@ -109,13 +118,11 @@ def test_the_estimate_of_coupled_acceptance_is_unbiased() -> None:
 
 
 def test_training_for_the_coupled_rule_raises_its_acceptance(
-    stream: np.ndarray, trained: CausalLM, tmp_path: Path
+    rollouts: Rollouts, trained: CausalLM, tmp_path: Path
 ) -> None:
-    rollouts = Rollouts(torch.from_numpy(crops(stream, 64, 32, (5,))), prompt_len=4, temperature=torch.ones(64))
     run = replace(DRAFTER_RUN, ce_weight=0.0, tv_weight=0.0, confidence_weight=0.0, coupled_weight=1.0)
     network = new_drafter(drafter_config("vanilla"), trained, seed=1)
-    logs = list(train_drafter(network, trained, rollouts, tmp_path / "drafter.pt", run))
-    first, last = (np.mean([log.loss for log in part]) for part in (logs[:5], logs[-5:]))
+    first, last = ends(learn(network, trained, rollouts, tmp_path, run))
     assert last < 0.9 * first
 
 
@@ -169,10 +176,7 @@ def test_training_sees_what_decoding_sees(head: str, temperature: float, trained
     p = transform(target.logits(hidden), sampling, same).softmax(-1)  # [24, V]
     acceptance = []
     for anchor in anchors[0].tolist():
-        cache = drafter.new_cache(2, 16)
-        for layer in cache.layers:
-            layer.k.fill_(float("nan"))
-            layer.v.fill_(float("nan"))
+        cache = poison(drafter.new_cache(2, 16))
         drafter.extend(features[:anchor], query_batch(table, zero, [anchor], 16), cache)
         context = torch.tensor([anchor])
         block_rows = query_batch(table, context, [block], 16, bidirectional=True)
@@ -203,19 +207,18 @@ def teacher_forced(
     return torch.stack(rows)
 
 
-def test_training_goes_on_from_an_exported_drafter(stream: np.ndarray, trained: CausalLM, tmp_path: Path) -> None:
-    rollouts = Rollouts(torch.from_numpy(crops(stream, 64, 32, (5,))), prompt_len=4, temperature=torch.ones(64))
+def test_training_goes_on_from_an_exported_drafter(rollouts: Rollouts, trained: CausalLM, tmp_path: Path) -> None:
     first = new_drafter(drafter_config("vanilla"), trained, seed=1)
-    before = list(train_drafter(first, trained, rollouts, tmp_path / "first.pt", DRAFTER_RUN))
+    before = learn(first, trained, rollouts, tmp_path)
     save_target(trained, tmp_path / "target")
     save_drafter(first, tmp_path / "drafter")
     again = trainable(load_drafter(tmp_path / "drafter", load_target(tmp_path / "target")).network)
     kept = [weight.clone() for weight in (again.lm_head.weight, again.embed_tokens.weight)]
-    after = list(train_drafter(again, trained, rollouts, tmp_path / "again.pt", DRAFTER_RUN))
+    after = learn(again, trained, rollouts, tmp_path / "target")
     assert after[0].loss < 0.9 * before[0].loss  # it begins with what it has learnt
-    assert np.mean([log.loss for log in after[-5:]]) < np.mean([log.loss for log in before[-5:]])
-    for weight, old in zip((again.lm_head.weight, again.embed_tokens.weight), kept, strict=True):
-        torch.testing.assert_close(weight, old, rtol=0, atol=0)
+    assert ends(after)[1] < ends(before)[1]
+    assert torch.equal(again.lm_head.weight, kept[0])
+    assert torch.equal(again.embed_tokens.weight, kept[1])
 
 
 def test_exported_models_load(trained: CausalLM, tmp_path: Path) -> None:
