@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,9 +55,9 @@ class KernelEntry:
         name: what the datasheet calls it; unique.
         kernel: ``"dspark.kernels.accept:verdict_kernel"``, the jitted function.
         signature: type of each argument that is passed at run time: ``"*bf16"``, ``"*i64"``, ``"i32"``, ``"fp32"``; of
-            a NamedTuple those of its fields by name, ``"constexpr"`` for one that is a constant.
+            each field of a NamedTuple as ``"group.field"``, ``"constexpr"`` for one that is a constant.
         constexprs: value of each compile-time argument, and of each run-time one that the launch specialises (a
-            stride of 1); ``"group.field"`` for one in a NamedTuple.
+            stride of 1).
         aligned: run-time arguments that the op has checked to be multiples of 16 (pointers: 16-byte aligned).
         num_warps: warps per program.
         num_stages: depth of the software pipeline.
@@ -69,7 +68,7 @@ class KernelEntry:
 
     name: str
     kernel: str
-    signature: Mapping[str, str | Mapping[str, Any]]
+    signature: Mapping[str, str]
     constexprs: Mapping[str, int | float | bool | str | None]
     aligned: tuple[str, ...]
     num_warps: int
@@ -107,30 +106,31 @@ def entry_of_launch(
     Raises:
         TypeError: an argument is of no type that a kernel takes.
     """
-    signature: dict[str, Any] = {}
+    signature: dict[str, str] = {}
     constexprs: dict[str, int | float | bool | str | None] = {}
     aligned: list[str] = []
     arguments = dict(launch.arguments)
     num_warps, num_stages = arguments.pop("num_warps", 4), arguments.pop("num_stages", 3)
     options = {key: arguments.pop(key) for key in _OPTIONS if key in arguments}
 
-    def declare(path: str, value: object, specialised: bool) -> Any:
-        """The type of an argument, or of each field of a group; notes constants and what is aligned."""
+    def declare(path: str, value: object) -> None:
         if isinstance(value, tuple):
-            names: tuple[str, ...] = value._fields  # type: ignore[attr-defined]
-            return {name: declare(f"{path}.{name}", inner, True) for name, inner in zip(names, value, strict=True)}
+            for name, inner in zip(value._fields, value, strict=True):  # type: ignore[attr-defined]
+                declare(f"{path}.{name}", inner)
+            return
+        specialised = path not in _UNSPECIALISED
         if path.isupper() or value is None or (specialised and isinstance(value, int) and value == 1):
             constexprs[path] = value  # type: ignore[assignment]
-            return "constexpr"
+            if "." in path:
+                signature[path] = "constexpr"
+            return
+        signature[path] = _type_of(path, value)
         multiple = value.storage_offset() * value.itemsize if isinstance(value, Tensor) else value
         if specialised and isinstance(multiple, int) and multiple % 16 == 0:
             aligned.append(path)
-        return _type_of(path, value)
 
     for key, value in arguments.items():
-        kind = declare(key, value, key not in _UNSPECIALISED)
-        if kind != "constexpr":
-            signature[key] = kind
+        declare(key, value)
     function = launch.kernel.fn
     return KernelEntry(
         name=name,
