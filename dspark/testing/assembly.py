@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -46,21 +47,16 @@ def read_nvidia(sass: str, resources: str) -> Reading:
     usage = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", resources))
     if not opcodes or not usage.keys() >= {"REG", "STACK", "LOCAL"}:
         raise ValueError("not the output of cuobjdump for one kernel")
-    loads, stores = set(), set()
-    for opcode in opcodes:
-        name, *modifiers = opcode.split(".")
-        if name in ("LDG", "LDGSTS"):
-            loads.add(_sass_bits(modifiers))
-        elif name == "STG":
-            stores.add(_sass_bits(modifiers))
-    local = sum(opcode.split(".")[0] in ("LDL", "STL") for opcode in opcodes)
+    parts = [opcode.split(".") for opcode in opcodes]  # [name, modifiers...]
+    names = [name for name, *_ in parts]
+    bits = [(name, next((_SASS_BITS[m] for m in modifiers if m in _SASS_BITS), 32)) for name, *modifiers in parts]
     return Reading(
         registers=int(usage["REG"]),
-        spills=int(usage["STACK"]) + int(usage["LOCAL"]) or local,
+        spills=int(usage["STACK"]) + int(usage["LOCAL"]) or sum(name in ("LDL", "STL") for name in names),
         scalar_spills=0,
-        load_bits=_widest_first(loads),
-        store_bits=_widest_first(stores),
-        matrix=_count(opcode.split(".")[0] for opcode in opcodes if _SASS_MATRIX.fullmatch(opcode.split(".")[0])),
+        load_bits=_widest_first(width for name, width in bits if name in ("LDG", "LDGSTS")),
+        store_bits=_widest_first(width for name, width in bits if name == "STG"),
+        matrix=_counted(name for name in names if _SASS_MATRIX.fullmatch(name)),
         instructions=frozenset(opcodes),
     )
 
@@ -76,31 +72,22 @@ def read_amd(assembly: str) -> Reading:
     if not usage.keys() >= {"vgpr_count", "sgpr_spill_count", *spills}:
         raise ValueError("not AMD assembly with metadata of one kernel")
     opcodes = _AMD.findall(assembly.partition(".section\t.rodata")[0])
-    accesses: dict[str, set[int]] = {"load": set(), "store": set()}
-    for opcode in opcodes:
-        if access := _AMD_ACCESS.match(opcode):
-            accesses[access[1]].add(_AMD_BITS[access[2]] * int(access[3] or 1))
+    accesses = [access for opcode in opcodes if (access := _AMD_ACCESS.match(opcode))]
+    bits = [(access[1], _AMD_BITS[access[2]] * int(access[3] or 1)) for access in accesses]
     return Reading(
         registers=usage["vgpr_count"],
         spills=sum(usage[name] for name in spills),
         scalar_spills=usage["sgpr_spill_count"],
-        load_bits=_widest_first(accesses["load"]),
-        store_bits=_widest_first(accesses["store"]),
-        matrix=_count(opcode for opcode in opcodes if opcode.startswith(("v_mfma", "v_smfmac"))),
+        load_bits=_widest_first(width for kind, width in bits if kind == "load"),
+        store_bits=_widest_first(width for kind, width in bits if kind == "store"),
+        matrix=_counted(opcode for opcode in opcodes if opcode.startswith(("v_mfma", "v_smfmac"))),
         instructions=frozenset(opcodes),
     )
 
 
-def _sass_bits(modifiers: Iterable[str]) -> int:
-    return next((_SASS_BITS[m] for m in modifiers if m in _SASS_BITS), 32)
+def _widest_first(widths: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(widths), reverse=True))
 
 
-def _widest_first(widths: set[int]) -> tuple[int, ...]:
-    return tuple(sorted(widths, reverse=True))
-
-
-def _count(names: Iterable[str]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for name in names:
-        counts[name] = counts.get(name, 0) + 1
-    return dict(sorted(counts.items()))
+def _counted(names: Iterable[str]) -> dict[str, int]:
+    return dict(sorted(Counter(names).items()))

@@ -8,7 +8,8 @@ import pickle
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cache
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -42,60 +43,51 @@ class Seen:
             raise ValueError(f"policy: expected {expected}, got {planned.tolist()} from {policy}")
         return tuple(planned.tolist())
 
-    def tell(self, policy: VerifyPolicy, lengths: Lengths, accepted: Lengths) -> None:
-        policy.observe(Outcome(self.request_ids, torch.tensor(lengths), torch.tensor(accepted)))
 
+class Branches(NamedTuple):
+    """A policy in every state that a branch may find it in.
 
-class Branches(Protocol):
-    """Keys stand for a policy and all that it remembers; equal keys behave alike ever after."""
+    Attributes:
+        start: the key of its first state. Keys stand for all that the policy remembers: equal ones behave alike.
+        plan: (key, signals) -> the lengths planned, and the key from then on.
+        observe: (key, request ids, lengths verified, accepted) -> the key after the round's outcome.
+    """
 
     start: Hashable
-
-    def plan(self, key: Hashable, seen: Seen) -> tuple[Lengths, Hashable]:
-        """The lengths planned, and the key from then on."""
-        ...
-
-    def observe(self, key: Hashable, seen: Seen, lengths: Lengths, accepted: Lengths) -> Hashable:
-        """The key after the round's outcome."""
-        ...
+    plan: Callable[[Hashable, Seen], tuple[Lengths, Hashable]]
+    observe: Callable[[Hashable, tuple[int, ...], Lengths, Lengths], Hashable]
 
 
-class CopiedPolicy:
+def copied(policy: VerifyPolicy) -> Branches:
     """A policy with a copy for each branch; copies that hold the same are one."""
+    uncompared: dict[Hashable, VerifyPolicy] = {}
 
-    def __init__(self, policy: VerifyPolicy) -> None:
-        self._uncompared: dict[Hashable, VerifyPolicy] = {}
-        self._planned: dict[tuple[Hashable, Seen], tuple[Lengths, Hashable]] = {}
-        self._observed: dict[tuple[Hashable, Lengths, Lengths, Lengths], Hashable] = {}
-        self.start = self._keep(copy.deepcopy(policy))
-
-    def plan(self, key: Hashable, seen: Seen) -> tuple[Lengths, Hashable]:
-        if (key, seen) not in self._planned:
-            policy = self._copy(key)
-            self._planned[key, seen] = seen.ask(policy), self._keep(policy)
-        return self._planned[key, seen]
-
-    def observe(self, key: Hashable, seen: Seen, lengths: Lengths, accepted: Lengths) -> Hashable:
-        case = (key, seen.request_ids, lengths, accepted)
-        if case not in self._observed:
-            policy = self._copy(key)
-            seen.tell(policy, lengths, accepted)
-            self._observed[case] = self._keep(policy)
-        return self._observed[case]
-
-    def _keep(self, policy: VerifyPolicy) -> Hashable:
+    def key_of(policy: VerifyPolicy) -> Hashable:
         buffer = io.BytesIO()
         try:
             _Pickler(buffer).dump(policy)
         except (pickle.PicklingError, TypeError, AttributeError):
             key = object()  # equal copies are then not found out: slower, and as right
-            self._uncompared[key] = policy
+            uncompared[key] = policy
             return key
         return buffer.getvalue()
 
-    def _copy(self, key: Hashable) -> VerifyPolicy:
-        policy: VerifyPolicy = pickle.loads(key) if isinstance(key, bytes) else copy.deepcopy(self._uncompared[key])
-        return policy
+    def copy_of(key: Hashable) -> VerifyPolicy:
+        own = pickle.loads(key) if isinstance(key, bytes) else copy.deepcopy(uncompared[key])
+        return cast(VerifyPolicy, own)
+
+    @cache
+    def plan(key: Hashable, seen: Seen) -> tuple[Lengths, Hashable]:
+        own = copy_of(key)
+        return seen.ask(own), key_of(own)
+
+    @cache
+    def observe(key: Hashable, request_ids: tuple[int, ...], lengths: Lengths, accepted: Lengths) -> Hashable:
+        own = copy_of(key)
+        _tell(own, request_ids, lengths, accepted)
+        return key_of(own)
+
+    return Branches(key_of(copy.deepcopy(policy)), plan, observe)
 
 
 class _Pickler(pickle.Pickler):
@@ -111,42 +103,28 @@ def _tensor(values: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.tensor(values, dtype=dtype).reshape(shape)
 
 
-@dataclass(frozen=True)
-class _PastRound:
-    seen: Seen
-    lengths: Lengths
-    accepted: Lengths
-
-
-class ReplayedPolicy:
+def replayed(replay: Replay) -> Branches:
     """A policy that knows what full verification accepts: made anew for each branch and led through its past."""
 
-    def __init__(self, replay: Replay) -> None:
-        self._replay = replay
-        self._planned: dict[Hashable, Lengths] = {}
-        self.start: Hashable = ()
-
-    def plan(self, key: Hashable, seen: Seen) -> tuple[Lengths, Hashable]:
-        if (key, seen) not in self._planned:
-            self._planned[key, seen] = self._plan(key, seen)
-        return self._planned[key, seen], key
-
-    def observe(self, key: Hashable, seen: Seen, lengths: Lengths, accepted: Lengths) -> Hashable:
-        return *_past(key), _PastRound(seen, lengths, accepted)
-
-    def _plan(self, key: Hashable, seen: Seen) -> Lengths:
+    @cache
+    def plan(key: Hashable, seen: Seen) -> tuple[Lengths, Hashable]:
+        past = cast(tuple[tuple[Seen, Lengths, Lengths], ...], key)
         record: dict[int, list[int]] = defaultdict(list)
-        for view in (*(past.seen for past in _past(key)), seen):
+        for view in (*(view for view, _, _ in past), seen):
             for request, count in zip(view.request_ids, view.accepted or (), strict=True):
                 record[request].append(count)
-        policy = self._replay(record)
-        for past in _past(key):
-            past.seen.ask(policy)
-            past.seen.tell(policy, past.lengths, past.accepted)
-        return seen.ask(policy)
+        policy = replay(record)
+        for view, lengths, accepted in past:
+            view.ask(policy)
+            _tell(policy, view.request_ids, lengths, accepted)
+        return seen.ask(policy), (past, seen)
+
+    def observe(key: Hashable, request_ids: tuple[int, ...], lengths: Lengths, accepted: Lengths) -> Hashable:
+        past, seen = cast(tuple[tuple[Any, ...], Seen], key)
+        return *past, (seen, lengths, accepted)
+
+    return Branches((), plan, observe)
 
 
-def _past(key: Hashable) -> tuple[_PastRound, ...]:
-    if not isinstance(key, tuple):
-        raise TypeError(f"key: expected a tuple of past rounds, got {type(key).__name__}")
-    return key
+def _tell(policy: VerifyPolicy, request_ids: tuple[int, ...], lengths: Lengths, accepted: Lengths) -> None:
+    policy.observe(Outcome(request_ids, torch.tensor(lengths), torch.tensor(accepted)))

@@ -7,9 +7,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def datasheets(
     """Compile every entry for every target, in other processes.
 
     Args:
-        entries: of :func:`dspark.testing.registry.shipped_kernels`, or your own.
+        entries: those of :mod:`tests.ops.shipped`, or your own.
         targets: of :data:`dspark.testing.registry.TARGETS`.
         processes: how many compile at a time.
         timeout: seconds that one of them may take.
@@ -70,7 +70,7 @@ def datasheets(
     shares = [share for i in range(processes) if (share := jobs[i::processes])]
     with ThreadPoolExecutor(processes) as pool:
         answers = {a["key"]: a for found in pool.map(lambda share: _run(share, timeout), shares) for a in found}
-    return [_datasheet(entry, target, answers[f"{entry.name} {target}"]) for entry in entries for target in targets]
+    return [_datasheet(entry, target, answers[_key(entry, target)]) for entry in entries for target in targets]
 
 
 def faults(entry: KernelEntry, sheet: Datasheet) -> list[str]:
@@ -81,11 +81,10 @@ def faults(entry: KernelEntry, sheet: Datasheet) -> list[str]:
         found.append(f"spills: {reading.spills}")
     if budget is None:
         found.append("no budget is declared")
-    else:
-        if reading.registers > budget.registers:
-            found.append(f"registers: {reading.registers}, budget {budget.registers}")
-        if sheet.shared > budget.shared:
-            found.append(f"shared memory: {sheet.shared} bytes, budget {budget.shared}")
+    elif reading.registers > budget.registers:
+        found.append(f"registers: {reading.registers}, budget {budget.registers}")
+    if budget and sheet.shared > budget.shared:
+        found.append(f"shared memory: {sheet.shared} bytes, budget {budget.shared}")
     for claim in entry.claims.get(sheet.target, ()):
         if not any(re.search(claim, instruction) for instruction in reading.instructions):
             found.append(f"claimed instruction: nothing matches {claim!r}")
@@ -100,44 +99,26 @@ def occupancy(target: str, registers: int, shared: int, num_warps: int) -> float
     units of 8 waves and 512 vector registers given out in 8s, 64 KiB of LDS (CDNA 3 instruction set architecture).
     """
     if target in AMD_TARGETS:
-        by_registers = 4 * min(8, 512 // _round_up(max(registers, 1), 8))
+        units = -(-max(registers, 1) // 8)
+        by_registers = 4 * min(8, 64 // units)
         by_shared = 65_536 // shared if shared else 32
         return min(by_registers // num_warps, by_shared) * num_warps / 32
     capacity = {"sm_80": 167_936}.get(target, 233_472)
-    by_registers = 65_536 // (_round_up(registers * 32, 256)) // num_warps
+    units = -(-registers * 32 // 256)
+    by_registers = 256 // units // num_warps
     return min(by_registers, capacity // (shared + 1024), 64 // num_warps, 32) * num_warps / 64
 
 
-def _round_up(value: int, step: int) -> int:
-    return -(-value // step) * step
+def _key(entry: KernelEntry, target: str) -> str:
+    return f"{entry.name} {target}"
 
 
 def _job(entry: KernelEntry, target: str) -> dict[str, Any]:
     if target not in _TRITON_TARGETS:
         raise ValueError(f"targets: expected some of {', '.join(_TRITON_TARGETS)}, got {target!r}")
-    unknown = set(entry.aligned) - set(_paths(entry.signature))
-    if unknown:
+    if unknown := set(entry.aligned) - entry.signature.keys():
         raise ValueError(f"{entry.name}: aligned names {sorted(unknown)}, which the signature lacks")
-    return {
-        "key": f"{entry.name} {target}",
-        "kernel": entry.kernel,
-        "signature": dict(entry.signature),
-        "constexprs": dict(entry.constexprs),
-        "aligned": list(entry.aligned),
-        "num_warps": entry.num_warps,
-        "num_stages": entry.num_stages,
-        "options": dict(entry.options),
-        "target": _TRITON_TARGETS[target],
-    }
-
-
-def _paths(signature: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """``"group.field"`` of every argument."""
-    for name, kind in signature.items():
-        if isinstance(kind, Mapping):
-            yield from _paths(kind, f"{prefix}{name}.")
-        else:
-            yield prefix + name
+    return {**asdict(entry), "key": _key(entry, target), "target": _TRITON_TARGETS[target]}
 
 
 def _run(jobs: Sequence[Mapping[str, Any]], timeout: float) -> list[dict[str, Any]]:
@@ -153,22 +134,15 @@ def _run(jobs: Sequence[Mapping[str, Any]], timeout: float) -> list[dict[str, An
     )
     if done.returncode:
         raise RuntimeError(f"the compiler process ended with {done.returncode}:\n{done.stderr}")
-    return list(_answers(done.stdout))
-
-
-def _answers(text: str) -> Iterator[dict[str, Any]]:
-    for line in text.splitlines():
-        answer = json.loads(line)
-        if "error" in answer:
-            raise RuntimeError(f"{answer['key']}: {answer['error']}")
-        yield answer
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    if failed := next((answer for answer in answers if "error" in answer), None):
+        raise RuntimeError(f"{failed['key']}: {failed['error']}")
+    return answers
 
 
 def _datasheet(entry: KernelEntry, target: str, answer: Mapping[str, Any]) -> Datasheet:
-    if target in AMD_TARGETS:
-        reading = read_amd(answer["assembly"])
-    else:
-        reading = read_nvidia(answer["assembly"], answer["resources"])
+    amd = target in AMD_TARGETS
+    reading = read_amd(answer["assembly"]) if amd else read_nvidia(answer["assembly"], answer["resources"])
     return Datasheet(
         entry=entry.name,
         target=target,

@@ -26,7 +26,7 @@ def compile_job(job: dict[str, Any]) -> dict[str, Any]:
 
     module, _, function = job["kernel"].partition(":")
     kernel = getattr(importlib.import_module(module), function)
-    signature = {name: _grouped(name, job["signature"].get(name, "constexpr")) for name in kernel.arg_names}
+    signature = {name: _type_of(name, job["signature"]) for name in kernel.arg_names}
 
     def place(path: str) -> tuple[int, ...]:
         """Where an argument, or a field of a group, stands."""
@@ -49,12 +49,13 @@ def compile_job(job: dict[str, Any]) -> dict[str, Any]:
     return {"ttir": compiled.asm["ttir"], "shared": compiled.metadata.shared, "seconds": seconds, **texts}
 
 
-def _grouped(name: str, kind: Any) -> Any:
+def _type_of(path: str, signature: dict[str, str]) -> Any:
     """The type of an argument; of a group, a NamedTuple of those of its fields."""
-    if isinstance(kind, str):
-        return kind
-    fields = {key: _grouped(key, inner) for key, inner in kind.items()}
-    return namedtuple(name, fields)(**fields)
+    inner = [key.removeprefix(f"{path}.").partition(".")[0] for key in signature if key.startswith(f"{path}.")]
+    if not inner:
+        return signature.get(path, "constexpr")
+    fields = {name: _type_of(f"{path}.{name}", signature) for name in inner}
+    return namedtuple(path.rpartition(".")[2], fields)(**fields)
 
 
 def _disassemble(cubin: bytes) -> dict[str, str]:
@@ -64,21 +65,17 @@ def _disassemble(cubin: bytes) -> dict[str, str]:
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     cache = get_cache_manager(hashlib.sha256(cubin).hexdigest())
-    kept = cache.get_file("disassembly.json")
-    if kept is not None:
-        texts: dict[str, str] = json.loads(Path(kept).read_text(encoding="utf-8"))
+    texts: dict[str, str] = {}
+    if kept := cache.get_file("disassembly.json"):
+        texts = json.loads(Path(kept).read_text(encoding="utf-8"))
         return texts
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
 
-        def run(option: str) -> str:
+        for name, option in (("assembly", "-sass"), ("resources", "--dump-resource-usage")):
             command = [str(tool), option, str(path)]
-            return subprocess.run(
-                command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-            ).stdout
-
-        texts = {"assembly": run("-sass"), "resources": run("--dump-resource-usage")}
+            texts[name] = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     cache.put(json.dumps(texts), "disassembly.json", binary=False)
     return texts
 

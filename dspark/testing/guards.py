@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -41,9 +41,7 @@ def poison_of(dtype: torch.dtype) -> float | int | bool:
 
 
 class _PoisonedEmpty(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func._schema.name.removeprefix("aten::") in _EMPTY:
             result.fill_(poison_of(result.dtype))
@@ -101,10 +99,7 @@ def guarded(values: Tensor, *, margin: int = 256, row_gap: int = 0) -> Guarded:
     """
     if values.ndim == 0:
         raise ValueError("values: expected at least one dimension, got a scalar")
-    width = values.shape[-1] + row_gap
-    strides = [1]
-    for size in reversed(values.shape[1:]):
-        strides.insert(0, strides[0] * (width if len(strides) == 1 else size))
+    strides = values.new_empty(*values.shape[:-1], values.shape[-1] + row_gap, device="meta").stride()
     span = values.shape[0] * strides[0] + row_gap
     buffer = torch.full(((2 * margin + span) * values.itemsize,), _CANARY, dtype=torch.uint8, device=values.device)
     tensor = buffer.view(values.dtype).as_strided(values.shape, strides, margin)
@@ -146,18 +141,14 @@ def forbid_sync() -> Iterator[None]:
 class _ForbidHostReads(TorchFunctionMode):
     """Methods that on a CPU read memory without any dispatch."""
 
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _HOST_READS:
             raise SyncError(f"{func.__name__}: reads the device from the host")
         return func(*args, **(kwargs or {}))
 
 
 class _ForbidSync(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         if name in _SYNCS:
@@ -171,14 +162,8 @@ class _ForbidSync(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not sized and any(isinstance(repeats, Tensor) for repeats in args[1:] or args):
                 raise SyncError("repeat_interleave: without output_size its shape depends on data")
         elif name in ("_to_copy", "copy_", "copy"):
-            self._check_copy(name, args, kwargs)
+            given = args[0] if name == "_to_copy" else args[1]
+            target = kwargs.get("device") or args[0].device
+            if given.device.type != torch.device(target).type:
+                raise SyncError(f"{name}: copies from {given.device} to {target}")
         return func(*args, **kwargs)
-
-    @staticmethod
-    def _check_copy(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if name == "_to_copy":
-            source, target = args[0].device, kwargs.get("device") or args[0].device
-        else:
-            source, target = args[1].device, args[0].device
-        if source.type != torch.device(target).type:
-            raise SyncError(f"{name}: copies from {source} to {target}")

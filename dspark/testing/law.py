@@ -20,14 +20,29 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import NamedTuple
 
 from dspark.policy.protocol import VerifyPolicy
-from dspark.testing.branches import Branches, CopiedPolicy, Replay, ReplayedPolicy, Seen
-from dspark.testing.rules import Noise, Realisation, Tokens, ToyRequest, ToyRule
+from dspark.testing.branches import Replay, Seen, copied, replayed
+from dspark.testing.rules import Noise, Tokens, ToyRequest, ToyRule
 
 JointLaw = dict[tuple[Tokens, ...], float]
 """Emitted tokens of each request -> probability."""
+
+
+_Cases = dict[tuple[tuple[float, ...] | None, int], list[dict[tuple[Tokens, Noise], float]]]
+"""One round of one request: by the confidences that it shows, and the accepted length if that is foreseen (else 0), for
+each number of drafts verified the probability of what is emitted and then known of the noise."""
+
+
+class _State(NamedTuple):
+    """Between rounds: what each request has emitted, what is known of its noise, and the policy's key."""
+
+    emitted: tuple[Tokens, ...]
+    noise: tuple[Noise, ...]
+    policy: Hashable
 
 
 def exact_law(
@@ -58,14 +73,51 @@ def exact_law(
     """
     if len({toy.confidence is None for toy in requests}) > 1:
         raise ValueError("requests: expected all or none with a confidence")
-    branches: Branches
     if policy is not None and replay is None:
-        branches = CopiedPolicy(policy)
+        branches = copied(policy)
     elif replay is not None and policy is None:
-        branches = ReplayedPolicy(replay)
+        branches = replayed(replay)
     else:
         raise ValueError("policy, replay: expected exactly one of them")
-    process = _Process(requests, rule, branches, draft_len, replay is not None)
+    foreseen = replay is not None
+
+    @cache
+    def cases(i: int, emitted: Tokens, noise: Noise, drafted: int, cap: int) -> _Cases:
+        """What a round of request i may show the policy, and what it then emits for each number of drafts verified."""
+        toy = requests[i]
+        prefix = toy.prompt + emitted
+        found: _Cases = defaultdict(lambda: [defaultdict(float) for _ in range(cap + 1)])
+        for case in rule.realise(toy, prefix, noise, drafted, cap):
+            confidence = tuple(toy.confidence(prefix, case.draft)) if toy.confidence and drafted else None
+            signal = confidence, case.accepted if foreseen else 0
+            for mixed, emissions in zip(found[signal], case.emissions, strict=True):
+                for tokens, p, known in emissions:
+                    mixed[tokens, known] += case.probability * p
+        return found
+
+    def outcomes(state: _State) -> Iterator[tuple[_State, float]]:
+        """Every state that one round can lead to, with its probability; a state may come up more than once."""
+        unfinished = [i for i, toy in enumerate(requests) if not _done(toy, state.emitted[i])]
+        running = tuple(unfinished[:max_batch])
+        caps = tuple(min(draft_len, requests[i].max_tokens - len(state.emitted[i]) - 1) for i in running)
+        drafted = draft_len if any(caps) else 0
+        choices = [
+            cases(i, state.emitted[i], state.noise[i], drafted, cap) for i, cap in zip(running, caps, strict=True)
+        ]
+        for signals in itertools.product(*choices):
+            confidence = tuple(c for c, _ in signals if c is not None) or None
+            seen = Seen(running, caps, draft_len, confidence, tuple(n for _, n in signals) if foreseen else None)
+            lengths, planned = branches.plan(state.policy, seen)
+            mixed = [choice[own][n] for choice, own, n in zip(choices, signals, lengths, strict=True)]
+            for outcome in itertools.product(*(own.items() for own in mixed)):
+                emitted, noise = list(state.emitted), list(state.noise)
+                for i, ((tokens, known), _) in zip(running, outcome, strict=True):
+                    emitted[i] += _until_stop(requests[i], tokens)
+                    noise[i] = known
+                accepted = tuple(len(tokens) - 1 for (tokens, _), _ in outcome)
+                key = branches.observe(planned, running, lengths, accepted)
+                yield _State(tuple(emitted), tuple(noise), key), prod(p for _, p in outcome)
+
     law: JointLaw = defaultdict(float)
     states = {_State(((),) * len(requests), (Noise(),) * len(requests), branches.start): 1.0}
     while states:
@@ -74,7 +126,7 @@ def exact_law(
             if all(_done(toy, own, length) for toy, own in zip(requests, state.emitted, strict=True)):
                 law[tuple(own[:length] for own in state.emitted)] += weight
                 continue
-            for successor, chance in process.round(state, max_batch):
+            for successor, chance in outcomes(state):
                 successors[successor] += weight * chance
         states = successors
     return dict(law)
@@ -84,17 +136,19 @@ def plain_law(requests: Sequence[ToyRequest], length: int | None = None) -> Join
     """The joint law of plain decoding: each request on its own, one draw from the target after another."""
     law: JointLaw = {(): 1.0}
     for toy in requests:
-        unfinished: dict[Tokens, float] = {(): 1.0}
-        alone: dict[Tokens, float] = {}
-        while unfinished:
-            prefix, weight = unfinished.popitem()
-            if _done(toy, prefix, length):
-                alone[prefix] = weight
-                continue
-            probabilities = toy.target(toy.prompt + prefix)
-            unfinished.update({(*prefix, token): weight * p for token, p in enumerate(probabilities) if p > 0})
-        law = {(*rest, own): a * b for rest, a in law.items() for own, b in alone.items()}
+        alone = list(completed(toy, (), 1.0, length))
+        law = {(*rest, own): a * b for rest, a in law.items() for own, b in alone}
     return law
+
+
+def completed(toy: ToyRequest, emitted: Tokens, weight: float, length: int | None) -> Iterator[tuple[Tokens, float]]:
+    """Every way in which plain decoding goes on after ``emitted``, with its share of ``weight``."""
+    if _done(toy, emitted, length):
+        yield emitted, weight
+        return
+    for token, p in enumerate(toy.target(toy.prompt + emitted)):
+        if p > 0:
+            yield from completed(toy, (*emitted, token), weight * p, length)
 
 
 def marginal(law: Mapping[tuple[Tokens, ...], float], request: int, length: int | None = None) -> JointLaw:
@@ -115,93 +169,6 @@ def _done(toy: ToyRequest, emitted: Tokens, length: int | None = None) -> bool:
     return len(emitted) >= limit or bool(toy.stop.intersection(emitted))
 
 
-@dataclass(frozen=True)
-class _State:
-    """Between rounds: what each request has emitted, what is known of its noise, and the policy's key."""
-
-    emitted: tuple[Tokens, ...]
-    noise: tuple[Noise, ...]
-    policy: Hashable
-
-
-class _Cases:
-    """One request's realisations of one round that look alike to the policy."""
-
-    def __init__(self) -> None:
-        self.weight = 0.0
-        self._members: list[Realisation] = []
-        self._emissions: dict[int, dict[tuple[Tokens, Noise], float]] = {}
-
-    def add(self, case: Realisation) -> None:
-        self.weight += case.probability
-        self._members.append(case)
-
-    def emissions(self, length: int) -> dict[tuple[Tokens, Noise], float]:
-        """The law, given these cases, of the tokens emitted (and what is then known of the noise)."""
-        if length not in self._emissions:
-            mixed: dict[tuple[Tokens, Noise], float] = defaultdict(float)
-            for case in self._members:
-                for tokens, chance, noise in case.emissions[length]:
-                    mixed[tokens, noise] += case.probability / self.weight * chance
-            self._emissions[length] = mixed
-        return self._emissions[length]
-
-
-_Signal = tuple[tuple[float, ...] | None, int]
-"""What a request shows the policy: its confidences, and the accepted length if that is foreseen (else 0)."""
-
-
-class _Process:
-    """The decoder's round over toy requests, as a list of what it may lead to."""
-
-    def __init__(
-        self, requests: Sequence[ToyRequest], rule: ToyRule, branches: Branches, draft_len: int, foreseen: bool
-    ) -> None:
-        self._requests, self._rule, self._branches = requests, rule, branches
-        self._draft_len, self._foreseen = draft_len, foreseen
-        self._memo: dict[tuple[int, Tokens, Noise, int, int], dict[_Signal, _Cases]] = {}
-
-    def round(self, state: _State, max_batch: int | None) -> Iterator[tuple[_State, float]]:
-        """Every state that one round can lead to, with its probability; a state may come up more than once."""
-        unfinished = [i for i, toy in enumerate(self._requests) if not _done(toy, state.emitted[i])]
-        running = tuple(unfinished[:max_batch])
-        caps = tuple(min(self._draft_len, self._requests[i].max_tokens - len(state.emitted[i]) - 1) for i in running)
-        drafted = self._draft_len if any(caps) else 0
-        choices = [
-            self._cases(i, state.emitted[i], state.noise[i], drafted, cap) for i, cap in zip(running, caps, strict=True)
-        ]
-        for signals in itertools.product(*choices):
-            cases = [choice[signal] for choice, signal in zip(choices, signals, strict=True)]
-            confidence = tuple(c for c, _ in signals if c is not None) or None
-            foreseen = tuple(n for _, n in signals) if self._foreseen else None
-            seen = Seen(running, caps, self._draft_len, confidence, foreseen)
-            lengths, planned = self._branches.plan(state.policy, seen)
-            outcomes = [case.emissions(n).items() for case, n in zip(cases, lengths, strict=True)]
-            for outcome in itertools.product(*outcomes):
-                chance = 1.0
-                for case, (_, p) in zip(cases, outcome, strict=True):
-                    chance *= case.weight * p
-                emitted, noise = list(state.emitted), list(state.noise)
-                for i, ((tokens, known), _) in zip(running, outcome, strict=True):
-                    emitted[i] += self._until_stop(i, tokens)
-                    noise[i] = known
-                accepted = tuple(len(tokens) - 1 for (tokens, _), _ in outcome)
-                key = self._branches.observe(planned, seen, lengths, accepted)
-                yield _State(tuple(emitted), tuple(noise), key), chance
-
-    def _cases(self, index: int, emitted: Tokens, noise: Noise, drafted: int, cap: int) -> dict[_Signal, _Cases]:
-        key = (index, emitted, noise, drafted, cap)
-        if key not in self._memo:
-            toy = self._requests[index]
-            prefix = toy.prompt + emitted
-            found: dict[_Signal, _Cases] = defaultdict(_Cases)
-            for case in self._rule.realise(toy, prefix, noise, drafted, cap):
-                confidence = tuple(toy.confidence(prefix, case.draft)) if toy.confidence and drafted else None
-                found[confidence, case.accepted if self._foreseen else 0].add(case)
-            self._memo[key] = dict(found)
-        return self._memo[key]
-
-    def _until_stop(self, index: int, tokens: Tokens) -> Tokens:
-        stop = self._requests[index].stop
-        end = next((n for n, token in enumerate(tokens) if token in stop), len(tokens))
-        return tokens[: end + 1]
+def _until_stop(toy: ToyRequest, tokens: Tokens) -> Tokens:
+    end = next((n for n, token in enumerate(tokens) if token in toy.stop), len(tokens))
+    return tokens[: end + 1]

@@ -27,10 +27,12 @@ from torch import Tensor
 
 from dspark.ops.sample.reference import transform
 from dspark.requests import SamplingParams, batch_sampling
-from dspark.testing.sequences import LEAST_EXPECTED, Tokens, joint_fit
 from dspark.testing.statistics import (
+    LEAST_EXPECTED,
+    Tokens,
     chi_square_p_value,
     detectable_variation,
+    joint_fit,
     probability_integral,
     uniformity_p_value,
 )
@@ -100,14 +102,7 @@ def assert_lossless(
     asked = [tuple(prompt) for _ in range(rounds) for prompt in prompts]
     outputs = [engine(prompt, sampling, seed) for seed, prompt in enumerate(asked)]
     return assert_lossless_outputs(
-        asked,
-        outputs,
-        next_token,
-        sampling,
-        gives=gives,
-        first=first,
-        false_alarm=false_alarm,
-        near_tie=near_tie,
+        asked, outputs, next_token, sampling, gives=gives, first=first, false_alarm=false_alarm, near_tie=near_tie
     )
 
 
@@ -147,20 +142,39 @@ def assert_lossless_outputs(
         ValueError: an argument is out of range, the target gives numbers that are no distribution, or there are too few
             outputs for any test.
     """
-    _check(prompts, outputs, sampling, gives, first, false_alarm)
+    if not outputs or len(prompts) != len(outputs):
+        raise ValueError(f"prompts, outputs: expected as many of each, got {len(prompts)} and {len(outputs)}")
+    if gives not in ("logits", "probabilities"):
+        raise ValueError(f"gives: expected 'logits' or 'probabilities', got {gives!r}")
+    if gives == "logits" and sampling.processes:
+        raise ValueError("sampling: with logits processors, let next_token give the probabilities after them")
+    if first < 1 or not 0 < false_alarm < 1:
+        raise ValueError(f"first, false_alarm: expected at least 1 and in (0, 1), got {first} and {false_alarm}")
     target = _Target(next_token, sampling, gives)
-    asked = [tuple(prompt) for prompt in prompts]
-    for prompt, tokens in zip(asked, outputs, strict=True):
+    pairs = [(tuple(prompt), tuple(tokens)) for prompt, tokens in zip(prompts, outputs, strict=True)]
+    for prompt, tokens in pairs:
         _check_end(prompt, tokens, sampling)
     count = sum(map(len, outputs))
     if sampling.temperature == 0:
-        ties = sum(_near_ties(prompt, tokens, target, near_tie) for prompt, tokens in zip(asked, outputs, strict=True))
-        return Certificate(len(outputs), count, ties, {}, None)
-    p_values, detectable, worst = _tests(asked, outputs, target, sampling, first, false_alarm / _TESTS)
+        return Certificate(len(outputs), count, sum(_near_ties(*pair, target, near_tie) for pair in pairs), {}, None)
+    p_values = _token_tests(_integrals(pairs, target))
+    by_prompt: dict[Tokens, list[Tokens]] = {}
+    for prompt, tokens in pairs:
+        by_prompt.setdefault(prompt, []).append(tokens)
+    length = min(first, sampling.max_tokens)
+    fits = [
+        joint_fit(own, partial(target.law_after, prompt), length, sampling.stop_token_ids)
+        for prompt, own in by_prompt.items()
+    ]
+    detectable = None
+    if degrees := sum(fit.degrees for fit in fits):
+        p_values["first tokens"] = chi_square_p_value(sum(fit.statistic for fit in fits), degrees)
+        detectable = detectable_variation(len(outputs), degrees, false_alarm / _TESTS)
     if not p_values:
         raise ValueError(f"outputs: {len(outputs)} with {count} tokens are too few for any test, or all is certain")
     name, p_value = min(p_values.items(), key=lambda item: item[1])
     if p_value < false_alarm / _TESTS:
+        worst = max(fits, key=lambda fit: fit.statistic / max(fit.degrees, 1)).worst
         detail = f": {worst}" if name == "first tokens" else ""
         raise AssertionError(f"{name} do not follow the target (p = {p_value:.1e}, {len(outputs)} outputs){detail}")
     return Certificate(len(outputs), count, 0, p_values, detectable)
@@ -203,25 +217,7 @@ class _Target:
         return self.law(prompt + tokens)
 
 
-def _check(
-    prompts: Sequence[Sequence[int]],
-    outputs: Sequence[Sequence[int]],
-    sampling: SamplingParams,
-    gives: Gives,
-    first: int,
-    false_alarm: float,
-) -> None:
-    if not outputs or len(prompts) != len(outputs):
-        raise ValueError(f"prompts, outputs: expected as many of each, got {len(prompts)} and {len(outputs)}")
-    if gives not in ("logits", "probabilities"):
-        raise ValueError(f"gives: expected 'logits' or 'probabilities', got {gives!r}")
-    if gives == "logits" and sampling.processes:
-        raise ValueError("sampling: with logits processors, let next_token give the probabilities after them")
-    if first < 1 or not 0 < false_alarm < 1:
-        raise ValueError(f"first, false_alarm: expected at least 1 and in (0, 1), got {first} and {false_alarm}")
-
-
-def _check_end(prompt: Tokens, tokens: Sequence[int], sampling: SamplingParams) -> None:
+def _check_end(prompt: Tokens, tokens: Tokens, sampling: SamplingParams) -> None:
     stops = [n for n, token in enumerate(tokens) if token in sampling.stop_token_ids]
     if len(tokens) != (stops[0] + 1 if stops else sampling.max_tokens):
         end = f"with its first stop token (place {stops[0]})" if stops else f"after {sampling.max_tokens} tokens"
@@ -234,79 +230,53 @@ def _check_inside(prefix: Tokens, tokens: Sequence[int], vocab_size: int) -> Non
             raise AssertionError(f"after {list(prefix)}: token {token} is outside the vocabulary of {vocab_size}")
 
 
-def _near_ties(prompt: Tokens, tokens: Sequence[int], target: _Target, near_tie: float) -> int:
+def _near_ties(prompt: Tokens, tokens: Tokens, target: _Target, near_tie: float) -> int:
     ties = 0
     for n, token in enumerate(tokens):
-        prefix = prompt + tuple(tokens[:n])
+        prefix = prompt + tokens[:n]
         scores = target.scores(prefix)
         _check_inside(prefix, [token], len(scores))
-        gap = float(scores.amax() - scores[token])
+        best, gap = int(scores.argmax()), float(scores.amax() - scores[token])
         if gap > near_tie:
-            best = int(scores.argmax())
             raise AssertionError(
                 f"after {list(prefix)}: expected token {best}, got {token}, whose score is {gap:.3g} lower"
             )
-        ties += token != int(scores.argmax())
+        ties += token != best
     return ties
 
 
-def _tests(
-    prompts: Sequence[Tokens],
-    outputs: Sequence[Sequence[int]],
-    target: _Target,
-    sampling: SamplingParams,
-    first: int,
-    false_alarm: float,
-) -> tuple[dict[str, float], float | None, str]:
-    """P-value by test, the variation that the last would have noticed, and where it is worst."""
+def _token_tests(integrals: Tensor) -> dict[str, float]:
+    """P-values of the tests of tokens one by one and in pairs, where there are enough of them."""
     p_values = {}
-    each = _integrals(prompts, outputs, target)
-    bins = min(20, len(each) // 10)
+    bins = min(20, len(integrals) // 10)
     if bins >= _LEAST_BINS:
-        p_values["tokens"] = uniformity_p_value(each, bins)
+        p_values["tokens"] = uniformity_p_value(integrals, bins)
     # Across the ends of outputs, too: a stop token is no chance event, and leaving it without a partner would be felt.
-    pairs = each[: len(each) // 2 * 2].view(-1, 2)
+    pairs = integrals[: len(integrals) // 2 * 2].view(-1, 2)
     side = min(5, int((len(pairs) / 10) ** 0.5))
     if side > 1:
         cell = (pairs * side).long().clamp(max=side - 1)
         p_values["pairs"] = uniformity_p_value((cell[:, 0] * side + cell[:, 1] + 0.5) / side**2, side**2)
-
-    by_prompt: dict[Tokens, list[Sequence[int]]] = {}
-    for prompt, tokens in zip(prompts, outputs, strict=True):
-        by_prompt.setdefault(prompt, []).append(tokens)
-    length = min(first, sampling.max_tokens)
-    fits = [
-        joint_fit(own, partial(target.law_after, prompt), length, sampling.stop_token_ids)
-        for prompt, own in by_prompt.items()
-    ]
-    degrees = sum(fit.degrees for fit in fits)
-    if not degrees:
-        return p_values, None, ""
-    p_values["first tokens"] = chi_square_p_value(sum(fit.statistic for fit in fits), degrees)
-    worst = max(fits, key=lambda fit: fit.statistic / max(fit.degrees, 1)).worst
-    return p_values, detectable_variation(len(outputs), degrees, false_alarm), worst
+    return p_values
 
 
-def _integrals(prompts: Sequence[Tokens], outputs: Sequence[Sequence[int]], target: _Target) -> Tensor:
+def _integrals(pairs: Sequence[tuple[Tokens, Tokens]], target: _Target) -> Tensor:
     """Probability integrals of all tokens in order, uniform and independent if they follow the target.
 
     Tokens go prefix by prefix, and only laws that the joint test will want are kept: a wide vocabulary's are large.
     """
     places: dict[Tokens, list[int]] = {}
-    drawn = [token for tokens in outputs for token in tokens]
-    before = (
-        prompt + tuple(tokens[:n]) for prompt, tokens in zip(prompts, outputs, strict=True) for n in range(len(tokens))
-    )
-    for place, prefix in enumerate(before):
+    for place, prefix in enumerate(prompt + own[:n] for prompt, own in pairs for n in range(len(own))):
         places.setdefault(prefix, []).append(place)
+    drawn = torch.tensor([token for _, own in pairs for token in own])
     uniforms = torch.rand(len(drawn), generator=torch.Generator().manual_seed(0))
     integrals = torch.empty(len(drawn), dtype=torch.float64)
     for prefix, where in places.items():
         law = target.law(prefix, keep=len(where) >= LEAST_EXPECTED)
-        _check_inside(prefix, [drawn[place] for place in where], len(law))
+        _check_inside(prefix, drawn[where].tolist(), len(law))
         for i in range(0, len(where), _ROWS):
             some = where[i : i + _ROWS]
-            tokens = torch.tensor([drawn[place] for place in some])
+            tokens = drawn[some]
             if bool((law[tokens] == 0).any()):
                 token = int(tokens[law[tokens] == 0][0])
                 raise AssertionError(f"after {list(prefix)}: token {token} has probability 0")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import PurePath
+from typing import NamedTuple
 
 SMALL_FACTOR = 2**15
 """A product of a 32-bit value and a constant up to this one is safe: what it multiplies (a program's index along an
@@ -49,19 +51,15 @@ def narrow_pointer_products(ttir: str) -> list[str]:
         if value in seen:
             continue
         seen.add(value)
-        waiting += graph.sources.get(value, [])
+        waiting += graph.sources[value]
         operation = graph.operations.get(value)
-        if operation is None or operation.name in _STOPS or operation.name.startswith("scf."):
-            continue
-        if operation.is_narrow_product() and not graph.has_small_factor(operation):
+        if operation and operation.is_narrow_product() and not graph.has_small_factor(operation):
             what = " * ".join(name.partition("@")[0] for name in operation.operands)
             found.add(f"{_source_line(locations, operation.location)}: {what} in 32 bits")
-        waiting += operation.operands
     return sorted(found)
 
 
-@dataclass(frozen=True)
-class _Operation:
+class _Operation(NamedTuple):
     name: str
     operands: list[str]
     text: str
@@ -69,9 +67,8 @@ class _Operation:
 
     def is_narrow_product(self) -> bool:
         """Whether this multiplies (or shifts) integers of at most 32 bits, scalars or tensors."""
-        return (
-            self.name in ("arith.muli", "arith.shli") and re.search(r"(?:: |x)i(?:8|16|32)>?$", self.text) is not None
-        )
+        is_product = self.name in ("arith.muli", "arith.shli")
+        return is_product and re.search(r"(?:: |x)i(?:8|16|32)>?$", self.text) is not None
 
 
 @dataclass
@@ -88,11 +85,11 @@ class _Region:
 
 
 class _Graph:
-    """Operations by the value that they define, and for each value of a loop or branch the values it comes from."""
+    """Operations by the value that they define, and of each value those that an offset in it may come from."""
 
     def __init__(self) -> None:
         self.operations: dict[str, _Operation] = {}
-        self.sources: dict[str, list[str]] = {}
+        self.sources: dict[str, list[str]] = defaultdict(list)
         self._regions = [_Region()]
         self._count = 0
 
@@ -100,13 +97,10 @@ class _Graph:
         """Whether a factor is a small constant; of a shift: the amount."""
         is_shift = product.name == "arith.shli"
         limit = SMALL_FACTOR.bit_length() - 1 if is_shift else SMALL_FACTOR
-        for factor in product.operands[is_shift:]:
-            operation = self.operations.get(factor)
-            if operation is not None and operation.name == "arith.constant":
-                constant = re.match(r" (?:dense<)?(-?\d+)>? :", operation.text)
-                if constant is not None and abs(int(constant[1])) <= limit:
-                    return True
-        return False
+        factors = [self.operations.get(factor) for factor in product.operands[is_shift:]]
+        texts = [factor.text for factor in factors if factor and factor.name == "arith.constant"]
+        constants = [re.match(r" (?:dense<)?(-?\d+)>? :", text) for text in texts]
+        return any(abs(int(constant[1])) <= limit for constant in constants if constant)
 
     def add_line(self, line: str) -> None:
         location = _LOCATION.search(line)
@@ -116,28 +110,23 @@ class _Graph:
             closed = self._regions.pop()
             if opens:  # the other branch, or the body of a while loop
                 self._regions.append(_Region(closed.operation, closed.result, closed.arguments))
-        elif definition := _DEFINITION.match(code):
-            name, operator, text = definition.groups()
-            if operator in ("scf.for", "scf.while"):
-                self._open_loop(operator, self._define(name), text)
-                return
+        elif (definition := _DEFINITION.match(code)) or opens:
+            name, operator, text = (
+                definition.groups() if definition else ("", code.split(maxsplit=1)[0].strip('"'), code)
+            )
             operands = [self._resolve(operand) for operand in re.findall(_VALUE, text)]
             result = self._define(name)
+            if operator not in _STOPS and not operator.startswith("scf."):
+                self.sources[result] += operands
             self.operations[result] = _Operation(operator, operands, text, location[1] if location else "")
             if opens:
-                self._regions.append(_Region(operator, result))
-        elif opens:
-            operator = code.split(maxsplit=1)[0].strip('"')
-            if operator in ("scf.for", "scf.while"):
-                self._open_loop(operator, "", code)
-            else:
-                self._regions.append(_Region(operator))
+                self._open(operator, result, text)
         elif code.startswith(("scf.yield", "scf.condition")):
             self._pass_on(code)
         elif code.startswith("^bb") and self._regions[-1].operation == "scf.while":
             # The body starts from what the condition passed on, which are the loop's results too.
             for i, argument in enumerate(re.findall(_VALUE, code)):
-                self._flow(f"{self._regions[-1].result}#{i}", self._define(argument))
+                self.sources[self._define(argument)].append(f"{self._regions[-1].result}#{i}")
 
     def _define(self, name: str) -> str:
         self._count += 1
@@ -148,32 +137,27 @@ class _Graph:
     def _resolve(self, name: str) -> str:
         """The value that a name stands for here; result ``i`` of several is ``value#i``."""
         base, mark, index = name.partition("#")
-        for region in reversed(self._regions):
-            if base in region.names:
-                return region.names[base] + mark + index
-        return name
+        return next(
+            (region.names[base] + mark + index for region in reversed(self._regions) if base in region.names), name
+        )
 
-    def _flow(self, source: str, target: str) -> None:
-        self.sources.setdefault(target, []).append(source)
-
-    def _open_loop(self, operator: str, result: str, text: str) -> None:
+    def _open(self, operator: str, result: str, text: str) -> None:
+        """Begin an operation's region; what a loop starts from flows into the arguments of its body."""
         region = _Region(operator, result)
-        induction = re.search(rf"({_VALUE}) = ({_VALUE}) to {_VALUE} step ({_VALUE})", text)
-        starts = [] if induction is None else [self._resolve(induction[2]), self._resolve(induction[3])]
-        rest = text if induction is None else text[induction.end() :]
-        pairs = [(name, self._resolve(initial)) for name, initial in re.findall(rf"({_VALUE}) = ({_VALUE})", rest)]
+        self.sources[result].append(f"{result}#0")  # a single result is written without its number
+        pairs = [(name, [self._resolve(start)]) for name, start in re.findall(rf"({_VALUE}) = ({_VALUE})", text)]
+        step = re.search(rf" to {_VALUE} step ({_VALUE})", text)
+        if step:
+            pairs[0][1].append(self._resolve(step[1]))
         self._regions.append(region)
-        if induction is not None:
-            counter = self._define(induction[1])
-            for start in starts:
-                self._flow(start, counter)
-        for i, (name, initial) in enumerate(pairs):
-            argument = self._define(name)
-            region.arguments.append(argument)
-            self._flow(initial, argument)
+        if operator in ("scf.for", "scf.while"):
+            arguments = [self._define(name) for name, _ in pairs]
+            for argument, (_, starts) in zip(arguments, pairs, strict=True):
+                self.sources[argument] += starts
+            region.arguments += arguments[1:] if step else arguments  # without the counter
             if operator == "scf.for":
-                self._flow(argument, f"{result}#{i}")
-        self._flow(f"{result}#0", result)  # a single result is written without its number
+                for i, argument in enumerate(region.arguments):
+                    self.sources[f"{result}#{i}"].append(argument)
 
     def _pass_on(self, code: str) -> None:
         """What a yield or a loop's condition hands on, one by one."""
@@ -183,9 +167,7 @@ class _Graph:
             values = values[1:]
         back = region.operation == "scf.for" or (region.operation == "scf.while" and code.startswith("scf.yield"))
         for i, value in enumerate(values):
-            self._flow(value, region.arguments[i] if back else f"{region.result}#{i}")
-        if not back:
-            self._flow(f"{region.result}#0", region.result)
+            self.sources[region.arguments[i] if back else f"{region.result}#{i}"].append(value)
 
 
 def _source_line(locations: dict[str, str], location: str) -> str:

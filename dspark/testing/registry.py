@@ -107,31 +107,34 @@ def entry_of_launch(
     Raises:
         TypeError: an argument is of no type that a kernel takes.
     """
-    signature: dict[str, Any] = {}
+    signature: dict[str, str] = {}
     constexprs: dict[str, int | float | bool | str | None] = {}
     aligned: list[str] = []
     arguments = dict(launch.arguments)
     num_warps, num_stages = arguments.pop("num_warps", 4), arguments.pop("num_stages", 3)
     options = {key: arguments.pop(key) for key in _OPTIONS if key in arguments}
 
-    def declare(path: str, value: object, specialised: bool) -> Any:
-        """The type of an argument, or of each field of a group; notes constants and what is aligned."""
+    unspecialised = _unspecialised(launch.kernel)
+
+    def declare(path: str, value: object) -> None:
+        """Notes the type of an argument, or of each field of a group, and whether it is a constant or aligned."""
         if isinstance(value, tuple):
-            names: tuple[str, ...] = value._fields  # type: ignore[attr-defined]
-            return {name: declare(f"{path}.{name}", inner, True) for name, inner in zip(names, value, strict=True)}
+            for name, inner in zip(value._fields, value, strict=True):  # type: ignore[attr-defined]
+                declare(f"{path}.{name}", inner)
+            return
+        specialised = path not in unspecialised
         if path.isupper() or value is None or (specialised and isinstance(value, int) and value == 1):
             constexprs[path] = value  # type: ignore[assignment]
-            return "constexpr"
+            if "." in path:
+                signature[path] = "constexpr"
+            return
+        signature[path] = _type_of(path, value)
         multiple = value.storage_offset() * value.itemsize if isinstance(value, Tensor) else value
         if specialised and isinstance(multiple, int) and multiple % 16 == 0:
             aligned.append(path)
-        return _type_of(path, value)
 
-    unspecialised = _unspecialised(launch.kernel)
     for key, value in arguments.items():
-        kind = declare(key, value, key not in unspecialised)
-        if kind != "constexpr":
-            signature[key] = kind
+        declare(key, value)
     function = launch.kernel.fn
     return KernelEntry(
         name=name,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, Protocol
 
 import torch
@@ -70,9 +71,7 @@ class Noise:
 
     known: tuple[tuple[Address, float, float], ...] = ()
 
-    def draw(
-        self, address: Address, probabilities: Sequence[float], *, backwards: bool = False
-    ) -> Iterator[tuple[int, float, Noise]]:
+    def draw(self, address: Address, probabilities: Sequence[float], *, backwards: bool = False) -> Draws:
         """Draw a token by inverse CDF from the number at ``address``: each token, its probability, what is then known.
 
         ``backwards`` runs through the tokens from the last to the first, which is another coupling of two draws.
@@ -92,6 +91,8 @@ class Noise:
         return Noise(tuple(item for item in self.known if item[0][0] >= position))
 
 
+Draws = Iterator[tuple[int, float, Noise]]
+"""What may be drawn, its probability, and what is then known of the noise."""
 Emission = tuple[Tokens, float, Noise]
 """Tokens emitted, their probability, and what is then known of the noise."""
 
@@ -128,9 +129,6 @@ class RatioToy:
     two rounds of a request have the same anchor.
     """
 
-    def __init__(self) -> None:
-        self._verdicts: dict[tuple[Law, Law], tuple[list[float], list[list[float]]]] = {}
-
     def realise(self, toy: ToyRequest, prefix: Tokens, noise: Noise, draft_len: int, cap: int) -> Iterator[Realisation]:
         for draft, alive, seen in _drafts(self.draw_draft, toy, prefix, noise, draft_len):
             bonus = [toy.target(prefix + draft[:n]) for n in range(cap + 1)]
@@ -139,31 +137,27 @@ class RatioToy:
                 if accepted < cap:
                     chance, residual = self.verdict(toy, prefix + draft[:accepted], draft[accepted])
                 if alive * (1 - chance) > 0:
-                    emissions = []
-                    for verified in range(cap + 1):
-                        kept = draft[: min(verified, accepted)]
-                        last = bonus[verified] if verified <= accepted else residual
-                        known = seen.after(len(prefix) + len(kept) + 1)
-                        emissions.append(tuple(((*kept, token), p, known) for token, p in enumerate(last) if p > 0))
-                    yield Realisation(draft, alive * (1 - chance), accepted, tuple(emissions))
+                    kept = [min(verified, accepted) for verified in range(cap + 1)]
+                    last = [*bonus[: accepted + 1], *[residual] * (cap - accepted)]
+                    yield _realisation(prefix, draft, alive * (1 - chance), seen, kept, last)
                 alive *= chance
 
-    def draw_draft(
-        self, noise: Noise, position: int, anchor: int, q: Sequence[float]
-    ) -> Iterator[tuple[int, float, Noise]]:
+    def draw_draft(self, noise: Noise, position: int, anchor: int, q: Sequence[float]) -> Draws:
         """Draw the draft at ``position`` in the round whose anchor is at ``anchor``."""
         return _afresh(noise, q)
 
     def verdict(self, toy: ToyRequest, prefix: Tokens, token: int) -> tuple[float, list[float]]:
         """The chance that ``token``, drafted after ``prefix``, is accepted, and the law of what replaces it if not."""
-        p, q = tuple(toy.target(prefix)), tuple(toy.drafter(prefix))
-        if (p, q) not in self._verdicts:
-            tokens = torch.arange(len(p))
-            rows = [torch.tensor(d, dtype=torch.float64).expand(len(p), len(p)) for d in (p, q)]
-            chance, residual = ratio_verdict(rows[0], rows[1], tokens)
-            self._verdicts[p, q] = chance.tolist(), residual.tolist()
-        accept_prob, residuals = self._verdicts[p, q]
-        return accept_prob[token], residuals[token]
+        chances, residuals = _ratio_verdicts(tuple(toy.target(prefix)), tuple(toy.drafter(prefix)))
+        return chances[token], residuals[token]
+
+
+@cache
+def _ratio_verdicts(p: Law, q: Law) -> tuple[list[float], list[list[float]]]:
+    """Of each token that may be drafted."""
+    rows = [torch.tensor(law, dtype=torch.float64).expand(len(p), len(p)) for law in (p, q)]
+    chance, residual = ratio_verdict(rows[0], rows[1], torch.arange(len(p)))
+    return chance.tolist(), residual.tolist()
 
 
 class BlockToy:
@@ -181,16 +175,10 @@ class BlockToy:
             chances = [own[d] for own, _ in judged]  # by how many are verified, of each draft
             for ends, part, known in self._numbers(chances, prefix, seen):
                 kept = [max((i + 1 for i in range(n) if ends[i] <= own[i]), default=0) for n, own in enumerate(chances)]
-                emissions = []
-                for n, accepted in enumerate(kept):
-                    last = judged[n][1][d][accepted]
-                    rest = known.after(len(prefix) + accepted + 1)
-                    emissions.append(tuple(((*draft[:accepted], x), p, rest) for x, p in enumerate(last) if p > 0))
-                yield Realisation(draft, weight * part, kept[cap], tuple(emissions))
+                last = [judged[n][1][d][accepted] for n, accepted in enumerate(kept)]
+                yield _realisation(prefix, draft, weight * part, known, kept, last)
 
-    def draw_number(
-        self, noise: Noise, position: int, anchor: int, parts: Sequence[float]
-    ) -> Iterator[tuple[int, float, Noise]]:
+    def draw_number(self, noise: Noise, position: int, anchor: int, parts: Sequence[float]) -> Draws:
         """Find which part of [0, 1] the number of the draft at ``position`` lies in, in the round of ``anchor``."""
         return _afresh(noise, parts)
 
@@ -245,19 +233,18 @@ class CoupledToy:
         if coupling not in ("forwards", "backwards", "independent"):
             raise ValueError(f"coupling: expected forwards, backwards or independent, got {coupling!r}")
         self._coupling = coupling
-        self._tables: dict[tuple[int, int], list[Tokens]] = {}
 
     def realise(self, toy: ToyRequest, prefix: Tokens, noise: Noise, draft_len: int, cap: int) -> Iterator[Realisation]:
         vocab_size = len(toy.target(prefix))
         for draft, weight, seen in _drafts(self._draw_draft, toy, prefix, noise, draft_len):
             for samples, chance, known in self._samples(toy, prefix, draft[:cap], seen):
-                emitted = [self._emitted(vocab_size, draft[:n], samples) for n in range(cap + 1)]
+                rows = samples + (0,) * (cap + 1 - len(samples))
+                tables = [emission_table(self._rule, vocab_size, n) for n in range(cap + 1)]
+                emitted = [table[draft[:n] + rows[: n + 1]] for n, table in enumerate(tables)]
                 emissions = tuple(((tokens, 1.0, known.after(len(prefix) + len(tokens))),) for tokens in emitted)
                 yield Realisation(draft, weight * chance, len(emitted[cap]) - 1, emissions)
 
-    def _draw_draft(
-        self, noise: Noise, position: int, anchor: int, q: Sequence[float]
-    ) -> Iterator[tuple[int, float, Noise]]:
+    def _draw_draft(self, noise: Noise, position: int, anchor: int, q: Sequence[float]) -> Draws:
         return noise.draw((position, 0), q)
 
     def _samples(self, toy: ToyRequest, prefix: Tokens, draft: Tokens, noise: Noise) -> Iterator[Emission]:
@@ -275,16 +262,6 @@ class CoupledToy:
             )
             frontier += [((*samples, token), weight * p, known) for token, p, known in cases]
 
-    def _emitted(self, vocab_size: int, draft: Tokens, samples: Tokens) -> Tokens:
-        n = len(draft)
-        if (vocab_size, n) not in self._tables:
-            self._tables[vocab_size, n] = emission_table(self._rule, vocab_size, n)
-        digits = draft + (samples + (0,) * (n + 1))[: n + 1]
-        index = 0
-        for digit in digits:
-            index = index * vocab_size + digit
-        return self._tables[vocab_size, n][index]
-
 
 class MatchToy(CoupledToy):
     """The ``match`` rule, its decisions from :func:`dspark.ops.accept.accept` itself.
@@ -297,17 +274,15 @@ class MatchToy(CoupledToy):
     def __init__(self) -> None:
         super().__init__("independent")
 
-    def _draw_draft(
-        self, noise: Noise, position: int, anchor: int, q: Sequence[float]
-    ) -> Iterator[tuple[int, float, Noise]]:
+    def _draw_draft(self, noise: Noise, position: int, anchor: int, q: Sequence[float]) -> Draws:
         return _afresh(noise, q)
 
 
-def emission_table(rule: Rule, vocab_size: int, draft_len: int) -> list[Tokens]:
-    """What ``accept`` under ``coupled`` or ``match`` emits for every block of drafts and every sample of each row.
+@cache
+def emission_table(rule: Rule, vocab_size: int, draft_len: int) -> dict[Tokens, Tokens]:
+    """What ``accept`` under ``coupled`` or ``match`` emits, by a block's drafts followed by the samples of rows 0..G.
 
-    One batch holds all ``V^(2G + 1)`` cases, in order; a case's digits in base ``V`` are its drafts, then the samples
-    of rows 0..G. A target row has all its mass on its sample.
+    One batch holds all ``V^(2G + 1)`` cases. A target row has all its mass on its sample.
     """
     width = 2 * draft_len + 1
     cases = torch.cartesian_prod(*[torch.arange(vocab_size)] * width).reshape(-1, width)
@@ -327,7 +302,7 @@ def emission_table(rule: Rule, vocab_size: int, draft_len: int) -> list[Tokens]:
         sampling=_plain_sampling(count),
     )
     emitted, lengths = verdict.tokens.tolist(), verdict.num_emitted.tolist()
-    return [tuple(row[:n]) for row, n in zip(emitted, lengths, strict=True)]
+    return {tuple(c): tuple(row[:n]) for c, row, n in zip(cases.tolist(), emitted, lengths, strict=True)}
 
 
 def _plain_sampling(requests: int) -> Sampling:
@@ -336,15 +311,15 @@ def _plain_sampling(requests: int) -> Sampling:
     return Sampling(off + 1, whole, off + 1, off, torch.arange(requests), any_truncation=False)
 
 
-def _afresh(noise: Noise, probabilities: Sequence[float]) -> Iterator[tuple[int, float, Noise]]:
+def _afresh(noise: Noise, probabilities: Sequence[float]) -> Draws:
     """Draw with a number that no other draw has seen or will see."""
     return ((case, p, noise) for case, p in enumerate(probabilities) if p > 0)
 
 
-Draw = Callable[[Noise, int, int, Sequence[float]], Iterator[tuple[int, float, Noise]]]
+_Draw = Callable[[Noise, int, int, Sequence[float]], Draws]
 
 
-def _drafts(draw: Draw, toy: ToyRequest, prefix: Tokens, noise: Noise, draft_len: int) -> list[Emission]:
+def _drafts(draw: _Draw, toy: ToyRequest, prefix: Tokens, noise: Noise, draft_len: int) -> list[Emission]:
     """Every block of drafts after ``prefix``, its probability, and what is known of the noise after drawing it."""
     blocks: list[Emission] = [((), 1.0, noise)]
     for k in range(draft_len):
@@ -354,3 +329,14 @@ def _drafts(draw: Draw, toy: ToyRequest, prefix: Tokens, noise: Noise, draft_len
             for token, p, known in draw(seen, len(prefix) + k, len(prefix) - 1, toy.drafter(prefix + block))
         ]
     return blocks
+
+
+def _realisation(
+    prefix: Tokens, draft: Tokens, probability: float, noise: Noise, kept: list[int], last: Sequence[Sequence[float]]
+) -> Realisation:
+    """A case where, for each number of drafts verified, so many are kept and one more token follows its law."""
+    emissions = []
+    for count, law in zip(kept, last, strict=True):
+        known = noise.after(len(prefix) + count + 1)
+        emissions.append(tuple(((*draft[:count], token), p, known) for token, p in enumerate(law) if p > 0))
+    return Realisation(draft, probability, kept[-1], tuple(emissions))

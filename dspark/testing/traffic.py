@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+_ACCESSES = {
+    "create_masked_load": (0, 1, True, False),
+    "create_masked_store": (0, 2, False, True),
+    "create_atomic_cas": (0, None, True, True),
+    "create_atomic_rmw": (1, 3, True, True),
+}
+"""The interpreter's method -> which arguments are pointers and mask, whether it reads, whether it writes."""
 
 
 @dataclass
@@ -52,22 +60,13 @@ def counted_traffic() -> Iterator[Traffic]:
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
     counter = _Counter()
-    wrapped = {
-        (InterpreterBuilder, "create_masked_load"): counter.load,
-        (InterpreterBuilder, "create_masked_store"): counter.store,
-        (InterpreterBuilder, "create_atomic_cas"): counter.compare_and_swap,
-        (InterpreterBuilder, "create_atomic_rmw"): counter.read_modify_write,
-        (GridExecutor, "__call__"): counter.launch,
-    }
-    originals = {key: getattr(*key) for key in wrapped}
-    try:
-        for (owner, name), wrapper in wrapped.items():
-            setattr(owner, name, wrapper(originals[owner, name]))
+    with ExitStack() as patches:
+        for name, access in _ACCESSES.items():
+            method = counter.access(getattr(InterpreterBuilder, name), *access)
+            patches.enter_context(patch.object(InterpreterBuilder, name, method))
+        patches.enter_context(patch.object(GridExecutor, "__call__", counter.launch(GridExecutor.__call__)))
         with counter:
             yield counter.traffic
-    finally:
-        for (owner, name), original in originals.items():
-            setattr(owner, name, original)
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -79,9 +78,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kernel = ""
         self._ranges: list[tuple[int, int, str]] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
         if not self._kernel and not func.is_view and name not in _ALLOCATIONS:
             self.traffic.torch_ops.append(name)
@@ -100,35 +97,16 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return call
 
-    def load(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(builder: Any, pointers: Any, mask: Any, *rest: Any, **options: Any) -> Any:
-            self._count(pointers, mask, read=True)
-            return original(builder, pointers, mask, *rest, **options)
+    def access(
+        self, original: Callable[..., Any], pointers: int, mask: int | None, read: bool, written: bool
+    ) -> Callable[..., Any]:
+        def call(builder: Any, *args: Any, **options: Any) -> Any:
+            self._count(args[pointers], None if mask is None else args[mask], read, written)
+            return original(builder, *args, **options)
 
         return call
 
-    def store(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **options: Any) -> Any:
-            self._count(pointers, mask, written=True)
-            return original(builder, pointers, value, mask, *rest, **options)
-
-        return call
-
-    def compare_and_swap(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(builder: Any, pointers: Any, *rest: Any, **options: Any) -> Any:
-            self._count(pointers, None, read=True, written=True)
-            return original(builder, pointers, *rest, **options)
-
-        return call
-
-    def read_modify_write(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(builder: Any, operation: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **options: Any) -> Any:
-            self._count(pointers, mask, read=True, written=True)
-            return original(builder, operation, pointers, value, mask, *rest, **options)
-
-        return call
-
-    def _count(self, pointers: Any, mask: Any, read: bool = False, written: bool = False) -> None:
+    def _count(self, pointers: Any, mask: Any, read: bool, written: bool) -> None:
         addresses = pointers.data
         if mask is not None:
             addresses = addresses[mask.data.astype(bool)]

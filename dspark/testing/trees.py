@@ -16,6 +16,8 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from math import prod
 
 import torch
 
@@ -23,12 +25,12 @@ from dspark.ops.accept import accept
 from dspark.ops.accept.tree_reference import recursive_verdict
 from dspark.ops.draft.tree_reference import ancestor_words
 from dspark.ops.types import Rows, Rule, Sampling, Tree
-from dspark.testing.law import JointLaw
+from dspark.testing.law import JointLaw, completed
 from dspark.testing.rules import Law, Tokens, ToyRequest
 
-Options = Sequence[Sequence[tuple[Tokens, float]]]
-"""Of each draw, what may come out and with which probability."""
-Draw = Callable[[Sequence[float], int], list[tuple[Tokens, float]]]
+Options = Sequence[tuple[Tokens, float]]
+"""What may come out of a draw, and with which probability."""
+Draw = Callable[[Sequence[float], int], Options]
 """(q, how many) -> every list of siblings with its probability; -1 where a place stays empty."""
 Judge = Callable[[Law, Law, Tokens], tuple[list[float], list[float]]]
 """(p, q, siblings) -> the chance of each, those before it rejected, and the law of what is drawn if all are."""
@@ -46,13 +48,9 @@ def without_replacement(q: Sequence[float], count: int) -> list[tuple[Tokens, fl
     for _ in range(count):
         longer = []
         for tokens, weight in cases:
-            rest = sum(p for token, p in enumerate(q) if token not in tokens)
-            if rest <= 0:
-                longer.append(((*tokens, -1), weight))
-                continue
-            longer += [
-                ((*tokens, token), weight * p / rest) for token, p in enumerate(q) if p > 0 and token not in tokens
-            ]
+            left = [(token, p) for token, p in enumerate(q) if p > 0 and token not in tokens]
+            rest = sum(p for _, p in left)
+            longer += [((*tokens, token), weight * p / rest) for token, p in left] or [((*tokens, -1), weight)]
         cases = longer
     return cases
 
@@ -85,19 +83,16 @@ def recursive_tree_law(
             own.
     """
     length = max(_depths(parents)) + 1
-    verdicts: dict[tuple[Law, Law, Tokens], tuple[list[float], list[float]]] = {}
+    judged = cache(judge)
 
     def emissions(tokens: Tokens, node: int, emitted: Tokens, kept: Sequence[bool]) -> Iterator[tuple[Tokens, float]]:
         prefix = toy.prompt + emitted
-        children = [i for i, parent in enumerate(parents) if parent == node and kept[i] and tokens[i] >= 0]
-        p = tuple(toy.target(prefix))
+        children = [i for i in _children(parents, node) if kept[i] and tokens[i] >= 0]
         chances: list[float] = []
-        residual = list(p)
+        residual = toy.target(prefix)
         if children:
-            case = p, tuple(toy.drafter(prefix)), tuple(tokens[i] for i in children)
-            if case not in verdicts:
-                verdicts[case] = judge(*case)
-            chances, residual = verdicts[case]
+            siblings = tuple(tokens[i] for i in children)
+            chances, residual = judged(tuple(residual), tuple(toy.drafter(prefix)), siblings)
         reached = 1.0
         for child, chance in zip(children, chances, strict=True):
             if reached * chance > 0:
@@ -106,11 +101,15 @@ def recursive_tree_law(
             reached *= 1 - chance
         yield from (((*emitted, token), reached * p_last) for token, p_last in enumerate(residual) if p_last > 0)
 
+    def groups(prefixes: list[Tokens], drafts: list[Options]) -> list[list[Options]]:
+        return [drafts] if shared_noise else [[own] for own in drafts]
+
     law: JointLaw = defaultdict(float)
-    for tokens, weight in _drafted(toy, parents, draw, shared_noise):
+    for (tokens, _), weight in _drawn(toy, parents, draw, groups).items():
         kept = [True] * len(parents) if keep is None else keep(toy.prompt, tokens)
         for emitted, chance in emissions(tokens, 0, (), kept):
-            _add_completed(law, toy, emitted, weight * chance, length)
+            for whole, p in completed(toy, emitted, weight * chance, length):
+                law[(whole,)] += p
     return dict(law)
 
 
@@ -119,37 +118,17 @@ def drawn_tree_law(toy: ToyRequest, parents: Sequence[int], rule: Rule) -> Joint
 
     The target's draws at the nodes of one depth come from one number, and under ``coupled`` the drafts do too.
     """
-    depths = _depths(parents)
-    length = max(depths) + 1
-    cases: list[tuple[Tokens, Tokens, float]] = [((-1,) * len(parents), (-1,) * len(parents), 1.0)]
-    for depth in range(length):
-        nodes = [i for i, d in enumerate(depths) if d == depth]
-        longer: dict[tuple[Tokens, Tokens], float] = defaultdict(float)
-        for tokens, draws, weight in cases:
-            prefixes = [toy.prompt + _path(parents, tokens, i) for i in nodes]
-            target = [[((token,), p) for token, p in enumerate(toy.target(prefix))] for prefix in prefixes]
-            drafts = [
-                without_replacement(toy.drafter(prefix), sum(p == i for p in parents))
-                for prefix, i in zip(prefixes, nodes, strict=True)
-            ]
-            groups: list[Options] = [[*target, *drafts]] if rule == "coupled" else [target, drafts]
-            for parts in itertools.product(*(_refined(group) for group in groups)):
-                outcome = [item for part, _ in parts for item in part]
-                new_tokens, new_draws = list(tokens), list(draws)
-                for j, i in enumerate(nodes):
-                    new_draws[i] = outcome[j][0]
-                    children = [c for c, parent in enumerate(parents) if parent == i]
-                    for c, token in zip(children, outcome[len(nodes) + j], strict=True):
-                        new_tokens[c] = token
-                chance = weight
-                for _, p in parts:
-                    chance *= p
-                longer[tuple(new_tokens), tuple(new_draws)] += chance
-        cases = [(*key, weight) for key, weight in longer.items()]
+
+    def groups(prefixes: list[Tokens], drafts: list[Options]) -> list[list[Options]]:
+        target: list[Options] = [[((x,), p) for x, p in enumerate(toy.target(prefix))] for prefix in prefixes]
+        return [[*drafts, *target]] if rule == "coupled" else [drafts, target]
+
+    cases = _drawn(toy, parents, without_replacement, groups)
     law: JointLaw = defaultdict(float)
-    emitted = _emitted(parents, [(tokens, draws) for tokens, draws, _ in cases], rule, len(toy.target(toy.prompt)))
-    for (_, _, weight), tokens in zip(cases, emitted, strict=True):
-        _add_completed(law, toy, tokens, weight, length)
+    emitted = _emitted(parents, list(cases), rule, len(toy.target(toy.prompt)))
+    for weight, tokens in zip(cases.values(), emitted, strict=True):
+        for whole, p in completed(toy, tokens, weight, max(_depths(parents)) + 1):
+            law[(whole,)] += p
     return dict(law)
 
 
@@ -176,40 +155,43 @@ def _emitted(
     return [tuple(row[:n]) for row, n in zip(verdict.tokens.tolist(), verdict.num_emitted.tolist(), strict=True)]
 
 
-def _drafted(toy: ToyRequest, parents: Sequence[int], draw: Draw, shared_noise: bool) -> Iterator[tuple[Tokens, float]]:
-    """Every way to fill the places of a tree, node 0 with -1, and its probability."""
-    depths = _depths(parents)
-    cases: dict[Tokens, float] = {(-1,) * len(parents): 1.0}
-    for depth in range(max(depths)):
+def _drawn(
+    toy: ToyRequest,
+    parents: Sequence[int],
+    draw: Draw,
+    groups: Callable[[list[Tokens], list[Options]], list[list[Options]]],
+) -> dict[tuple[Tokens, Tokens], float]:
+    """Draw for the nodes of one depth after another: every (token of each node, target's draw at each) and its chance.
+
+    A token or draw that there is not is -1. ``groups`` is given the tokens before each node of a depth and what its
+    children may be, and says which draws come from one number: the children's first, then the target's, if any.
+    """
+    depths, none = _depths(parents), (-1,) * len(parents)
+    cases = {(none, none): 1.0}
+    for depth in range(max(depths) + 1):
         nodes = [i for i, d in enumerate(depths) if d == depth]
-        longer: dict[Tokens, float] = defaultdict(float)
-        for tokens, weight in cases.items():
-            options = []
-            for i in nodes:
-                count = sum(parent == i for parent in parents)
+        children = [_children(parents, i) for i in nodes]
+        longer: dict[tuple[Tokens, Tokens], float] = defaultdict(float)
+        for (tokens, draws), weight in cases.items():
+            prefixes = [toy.prompt + _path(parents, tokens, i) for i in nodes]
+            drafts: list[Options] = []
+            for i, own, prefix in zip(nodes, children, prefixes, strict=True):
                 absent = i > 0 and tokens[i] < 0
-                prefix = toy.prompt + _path(parents, tokens, i)
-                options.append([((-1,) * count, 1.0)] if absent else draw(toy.drafter(prefix), count))
-            joint = _refined(options) if shared_noise else _independent(options)
-            for lists, p in joint:
-                filled = list(tokens)
-                for i, own in zip(nodes, lists, strict=True):
-                    for child, token in zip([c for c, parent in enumerate(parents) if parent == i], own, strict=True):
-                        filled[child] = token
-                longer[tuple(filled)] += weight * p
+                drafts.append([((-1,) * len(own), 1.0)] if absent else draw(toy.drafter(prefix), len(own)))
+            for parts in itertools.product(*map(_refined, groups(prefixes, drafts))):
+                outcome = [item for part, _ in parts for item in part]
+                new_tokens, new_draws = list(tokens), list(draws)
+                for own, siblings in zip(children, outcome, strict=False):
+                    for child, token in zip(own, siblings, strict=True):
+                        new_tokens[child] = token
+                for i, (token,) in zip(nodes, outcome[len(nodes) :], strict=False):
+                    new_draws[i] = token
+                longer[tuple(new_tokens), tuple(new_draws)] += weight * prod(p for _, p in parts)
         cases = longer
-    yield from cases.items()
+    return cases
 
 
-def _independent(options: Options) -> Iterator[tuple[tuple[Tokens, ...], float]]:
-    for choice in itertools.product(*options):
-        weight = 1.0
-        for _, p in choice:
-            weight *= p
-        yield tuple(tokens for tokens, _ in choice), weight
-
-
-def _refined(options: Options) -> Iterator[tuple[tuple[Tokens, ...], float]]:
+def _refined(options: Sequence[Options]) -> Iterator[tuple[tuple[Tokens, ...], float]]:
     """Draws by inverse CDF from one number: the pieces of [0, 1] on which all of them are constant."""
     ends = [list(itertools.accumulate(p for _, p in own)) for own in options]
     edges = sorted({0.0, 1.0, *(min(end, 1.0) for own in ends for end in own)})
@@ -227,6 +209,10 @@ def _depths(parents: Sequence[int]) -> list[int]:
     return depths
 
 
+def _children(parents: Sequence[int], node: int) -> list[int]:
+    return [i for i, parent in enumerate(parents) if parent == node]
+
+
 def _path(parents: Sequence[int], tokens: Tokens, node: int) -> Tokens:
     """Tokens from below node 0 down to a node."""
     path: list[int] = []
@@ -234,13 +220,3 @@ def _path(parents: Sequence[int], tokens: Tokens, node: int) -> Tokens:
         path.insert(0, tokens[node])
         node = parents[node]
     return tuple(path)
-
-
-def _add_completed(law: JointLaw, toy: ToyRequest, emitted: Tokens, weight: float, length: int) -> None:
-    """Add an emission, completed by plain decoding to so many tokens."""
-    if len(emitted) >= length:
-        law[(emitted[:length],)] += weight
-        return
-    for token, p in enumerate(toy.target(toy.prompt + emitted)):
-        if p > 0:
-            _add_completed(law, toy, (*emitted, token), weight * p, length)

@@ -26,7 +26,7 @@ from dspark.testing import (
     detectable_variation,
 )
 from dspark.testing.causality import fresh_policy
-from dspark.testing.sequences import joint_fit
+from dspark.testing.statistics import joint_fit
 from tests.decode.pairs import narrow_pair
 from tests.laws import engines
 from tests.laws.toys import CURVES
