@@ -56,9 +56,9 @@ class KernelEntry:
         name: what the datasheet calls it; unique.
         kernel: ``"dspark.kernels.accept:verdict_kernel"``, the jitted function.
         signature: type of each argument that is passed at run time: ``"*bf16"``, ``"*i64"``, ``"i32"``, ``"fp32"``; of
-            a NamedTuple those of its fields by name, ``"constexpr"`` for one that is a constant.
+            each field of a NamedTuple as ``"group.field"``, ``"constexpr"`` for one that is a constant.
         constexprs: value of each compile-time argument, and of each run-time one that the launch specialises (a
-            stride of 1); ``"group.field"`` for one in a NamedTuple.
+            stride of 1).
         aligned: run-time arguments that the op has checked to be multiples of 16 (pointers: 16-byte aligned).
         num_warps: warps per program.
         num_stages: depth of the software pipeline.
@@ -69,7 +69,7 @@ class KernelEntry:
 
     name: str
     kernel: str
-    signature: Mapping[str, str | Mapping[str, Any]]
+    signature: Mapping[str, str]
     constexprs: Mapping[str, int | float | bool | str | None]
     aligned: tuple[str, ...]
     num_warps: int

@@ -236,7 +236,7 @@ def commit(lengths: Sequence[int], paths: Sequence[Sequence[int]], layers: int, 
     moved = sum(node > i for path in paths for i, node in enumerate(path))
 
     def make() -> Made:
-        nodes, slots = max(1, *map(len, paths)), torch.arange(sum(lengths))
+        nodes, slots = max(lengths), torch.arange(sum(lengths))
         path = torch.tensor([[*p, *[-1] * (nodes - len(p))] for p in paths])
         emitted = torch.tensor([len(p) for p in paths])
         run = _commit(_stack(1, layers, heads, head_dim), path, emitted, batch_of(lengths, slots), slots)

@@ -18,7 +18,8 @@ from dspark.ops.call import FLOATS
 from dspark.ops.launch import RowConfig
 from dspark.ops.op import OPS
 from dspark.ops.philox import uniform
-from dspark.ops.sample import inverse_cdf, sample, statistics_launch, transform
+from dspark.ops.sample import sample, statistics_launch
+from dspark.ops.sample.reference import inverse_cdf, transform
 from dspark.ops.types import (
     Backend,
     DenseQ,
